@@ -1,0 +1,1 @@
+"""The rollout ring: slots and segment logs."""

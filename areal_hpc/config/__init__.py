@@ -1,0 +1,1 @@
+"""What a run is: schema, YAML layers, derived values."""

@@ -1,0 +1,428 @@
+"""Every knob of a run, as frozen dataclasses. The string under a field is its help text and its only documentation.
+
+A field without a default is required. Values that follow from others (ring capacity, data-parallel size) are not
+fields: ``resolve.py`` derives them, and checks what no single field can know. No torch, no I/O. One long file on
+purpose: a new knob is a decision, and this is the page where all of them are seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class TrainerBackendName(StrEnum):
+    REFERENCE = "reference"
+    MEGATRON = "megatron"
+
+
+class EngineName(StrEnum):
+    EMBEDDED = "embedded"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    SCRIPTED = "scripted"
+
+
+class TransportName(StrEnum):
+    BROADCAST = "broadcast"
+    DISK = "disk"
+
+
+class Schedule(StrEnum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Level(StrEnum):
+    """Over which samples a mean or a deviation is taken."""
+
+    NONE = "none"
+    GROUP = "group"
+    BATCH = "batch"
+
+
+class Metric(StrEnum):
+    """How far the proximal policy is from the behaviour policy on a token; d = log-prob proximal - behaviour."""
+
+    RATIO = "ratio"
+    KL_K1 = "kl_k1"
+    KL_K2 = "kl_k2"
+    KL_K3 = "kl_k3"
+    BINARY_KL = "binary_kl"
+
+
+class RejectionLevel(StrEnum):
+    TOKEN = "token"  # noqa: S105
+    SEQUENCE = "sequence"
+
+
+class RejectionAction(StrEnum):
+    MASK = "mask"
+    CLAMP = "clamp"
+
+
+class Aggregation(StrEnum):
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+
+
+class ProximalMethod(StrEnum):
+    RECOMPUTE = "recompute"
+    LOGLINEAR = "loglinear"
+    REUSE = "reuse"
+
+
+class Shape(StrEnum):
+    LOCAL = "local"
+
+
+class Sink(StrEnum):
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    path: str
+    """Hugging Face checkpoint directory on disk: config.json, safetensors, tokenizer with a chat template."""
+    maker: str = ""
+    """Dotted path `module:function` that writes the directory when it does not exist; called with (path, seed)."""
+    dtype: Dtype = Dtype.FLOAT32
+    """Number format of the weights in the trainer and the engines."""
+    max_tokens: int = 4096
+    """Longest sequence (prompt and answer together) that is generated or trained on, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsConfig:
+    train: str
+    """Training prompts: a .jsonl or .parquet file, a `datasets` directory on disk, or a task `module:Class`."""
+    eval: str = ""
+    """Evaluation prompts, same forms; empty means none."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column that holds the expected answer, handed to the reward as it is."""
+    system: str = ""
+    """System message put before every prompt that is a plain text; empty means none."""
+    shuffle: bool = True
+    """Draw prompts in an order seeded by `seed` and the data epoch; false keeps the order of the file."""
+    limit: int = 0
+    """Use only the first so many training prompts; 0 means all."""
+    task_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for a task given as `module:Class`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer computes log-probs at the same one."""
+    top_p: float = 1.0
+    """Nucleus sampling: smallest set of tokens whose probability reaches this; 1.0 is off."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 is off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0.0 is off."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, besides the model's own end-of-turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterConfig:
+    zero_variance: bool = True
+    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages."""
+    max_overlong_fraction: float = 1.0
+    """Refuse a group in which more than this share of answers was cut by length; 1.0 is off."""
+    min_group_size: int = 2
+    """Refuse a group with fewer episodes left after failures; at least 2 for group-relative advantages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    reward: str
+    """Reward function as a dotted path `module:function`, called as f(completion text, answer, prompt)."""
+    workflow: str = "areal_hpc.rollout.workflows:SingleTurn"
+    """Workflow class as a dotted path: how one episode runs."""
+    group_size: int = 8
+    """Episodes for each prompt."""
+    workers: int = 1
+    """Rollout processes."""
+    concurrency: int = 64
+    """Prompts (groups of episodes) in flight in one rollout process."""
+    timeout_s: float = 600.0
+    """Time limit of one episode; past it the sample is failed."""
+    attempts: int = 3
+    """How often a failed group is tried before its prompt is dropped as failed."""
+    reward_workers: int = 1
+    """Processes that compute rewards, for each rollout process."""
+    reward_timeout_s: float = 10.0
+    """Time limit of one reward; past it the process is killed and the sample is failed."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How training answers are sampled."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which finished groups are worth training on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferConfig:
+    max_staleness: int = 2
+    """Oldest weights a trained token may come from, in optimizer steps behind; 0 is synchronous training."""
+    segment_mb: float = 64.0
+    """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
+    commit_s: float = 0.2
+    """Longest time a finished group waits in memory before it is made durable, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    mean: Level = Level.GROUP
+    """Mean to subtract: over the group, the batch, or none."""
+    std: Level = Level.GROUP
+    """Deviation to divide by: over the group, the batch, or none."""
+    leave_one_out: bool = False
+    """Leave the sample itself out of the mean (RLOO)."""
+    unbiased: bool = True
+    """Divide by n - 1 in the deviation instead of n."""
+    eps: float = 1e-5
+    """Added to the deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RejectionConfig:
+    metric: Metric = Metric.RATIO
+    """What is measured between proximal and behaviour policy."""
+    level: RejectionLevel = RejectionLevel.TOKEN
+    """Judge each token, or whole sequences."""
+    action: RejectionAction = RejectionAction.MASK
+    """Outside the band: drop from the loss, or clamp the weight (ratio only)."""
+    agg: Aggregation = Aggregation.MEAN
+    """How tokens make one number of a sequence; for level `sequence` only."""
+    lower: float | None = None
+    """Keep where the metric is at least this; null is no lower bound."""
+    upper: float | None = 5.0
+    """Keep where the metric is at most this; null is no upper bound."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongConfig:
+    tokens: int = 0
+    """Width L of the penalty zone before max_new_tokens (DAPO); 0 is off."""
+    factor: float = 1.0
+    """Penalty at the full length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    name: str = "grpo"
+    """Name in `algorithms/table.py`."""
+    groups_per_step: int = 16
+    """Prompts (groups) in one optimizer step's batch."""
+    minibatches: int = 1
+    """Optimizer updates that one batch is split into."""
+    clip_low: float = 0.2
+    """The ratio current / proximal is clipped below at 1 - this."""
+    clip_high: float = 0.2
+    """The ratio current / proximal is clipped above at 1 + this."""
+    dual_clip: float | None = None
+    """Bound c > 1 on the loss of negative advantages, c |A|; null is off."""
+    decoupled: bool = True
+    """Separate the behaviour policy from the proximal one and weight by their ratio (decoupled PPO)."""
+    proximal: ProximalMethod = ProximalMethod.RECOMPUTE
+    """Where the proximal log-probs come from: one more forward, interpolation by version, or the current ones."""
+    rejection_sampling: RejectionConfig = field(default_factory=RejectionConfig)
+    """Which off-policy tokens are left out or clamped; needs `decoupled`."""
+    reward_scale: float = 1.0
+    """Rewards become (reward + reward_bias) * reward_scale, then are clipped."""
+    reward_bias: float = 0.0
+    """See `reward_scale`."""
+    reward_clip: float = 20.0
+    """Bound on a scaled reward's absolute value."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Soft penalty on answers close to the length limit."""
+    reward_norm: NormConfig = field(default_factory=NormConfig)
+    """How rewards become advantages."""
+    adv_norm: NormConfig = field(default_factory=lambda: NormConfig(mean=Level.NONE, std=Level.NONE))
+    """A second normalisation, of advantages over trainable tokens; group levels make no sense here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    beta1: float = 0.9
+    """First moment's decay."""
+    beta2: float = 0.95
+    """Second moment's decay."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm over all parameters."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Schedule = Schedule.CONSTANT
+    """How the learning rate falls after the warm-up, until `trainer.total_steps`."""
+    min_lr: float = 0.0
+    """Learning rate at the end of a falling schedule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    tensor: int = 1
+    """Ranks that share each layer's matrices."""
+    pipeline: int = 1
+    """Stages that the layers are split into."""
+    virtual_pipeline: int = 1
+    """Chunks of layers for each stage, for the interleaved schedule."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    expert: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor: int = 1
+    """Ranks that share each expert's matrices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    backend: TrainerBackendName = TrainerBackendName.REFERENCE
+    """`reference`: plain torch, data-parallel. `megatron`: Megatron-core."""
+    ranks: int = 1
+    """Trainer processes, one for each GPU; data parallel = ranks / (tensor * pipeline * context)."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How one model is split over ranks."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    tokens_per_microbatch: int = 8192
+    """Token budget of one forward and backward on one rank."""
+    threads: int = 1
+    """CPU threads of one trainer process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationConfig:
+    backend: EngineName = EngineName.EMBEDDED
+    """Engine: the embedded CPU engine, SGLang, vLLM, or the scripted fake."""
+    replicas: int = 1
+    """Engines, each with the whole model."""
+    tensor_parallel: int = 1
+    """GPUs of one engine."""
+    pipeline_parallel: int = 1
+    """Pipeline stages of one engine."""
+    max_running: int = 64
+    """Sequences an engine decodes at once; more wait in its queue."""
+    threads: int = 1
+    """CPU threads of one embedded engine."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments handed to the engine's own server untouched."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsConfig:
+    transport: TransportName = TransportName.BROADCAST
+    """How new weights reach the engines: a collective broadcast, or safetensors on the shared disk."""
+    bucket_mb: float = 256.0
+    """Size of one flat transfer buffer, in MiB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    every_steps: int = 0
+    """Evaluate each so many optimizer steps, and after the last; 0 evaluates never."""
+    at_start: bool = True
+    """Also evaluate the weights the run starts from; training waits with its first new version until it is done."""
+    num_prompts: int = 128
+    """Evaluation prompts, the first ones of `prompts.eval`."""
+    samples: int = 1
+    """Answers for each prompt."""
+    temperature: float = 1.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: int = 20
+    """Optimizer steps between checkpoints; the last step and a stop always make one."""
+    keep: int = 2
+    """Newest checkpoints kept; an older one goes only after a newer one has been verified."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitsConfig:
+    start_s: float = 300.0
+    """Longest time for a process of the run to come up."""
+    starve_s: float = 1800.0
+    """Longest time the trainer waits for a full batch."""
+    weight_update_s: float = 120.0
+    """Longest time for one weight update to reach every engine."""
+    stop_s: float = 10.0
+    """Longest time for everything to end after a stop request, final checkpoint included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    shape: Shape = Shape.LOCAL
+    """Where the processes run: `local` starts them on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    sinks: tuple[Sink, ...] = ()
+    """Trackers fed besides the JSONL files that every run writes."""
+    wandb_mode: str = "offline"
+    """Mode of the wandb sink: offline, online or disabled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The whole of one experiment."""
+
+    name: str
+    """Name of the experiment; its run directory is run_root/name. Letters, digits, `.`, `_`, `-`."""
+    model: ModelConfig
+    """The language model."""
+    prompts: PromptsConfig
+    """Where prompts come from."""
+    rollout: RolloutConfig
+    """How prompts become scored trajectories."""
+    trainer: TrainerConfig
+    """How trajectories become weights."""
+    seed: int = 1
+    """Seed of every random stream of the run."""
+    run_root: str = "runs"
+    """Directory that run directories are made in; relative to where the command is typed."""
+    layout: str = ""
+    """Compact layout such as `sglang:d4t2+megatron:d2p2t2`; fills `generation` and `trainer`, which must agree."""
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    """The rollout ring."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and loss."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """The inference engines."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How weights travel from trainer to engines."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation during training."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When and how many."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    """How long anything may take before it is an error with a name."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where the run runs."""
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    """Where numbers go."""

@@ -1,0 +1,72 @@
+"""Every error a person can meet, as one tree.
+
+    ArealError
+    ├── UserError (also ValueError)   the person can mend it: names the key, path or rank and ends with what to do
+    │   ├── ConfigError               unknown key, wrong type, impossible combination
+    │   ├── DataError                 a data set, model directory or prompt that cannot be used
+    │   ├── RunDirError               the run directory is in use, foreign, or not what it should be
+    │   └── CheckpointError           no checkpoint that can be loaded, or one that does not fit
+    ├── WaitTimeout (also TimeoutError)  a bounded wait ended; names what it waited for and for how long
+    ├── CorruptRecord                 bytes that fail their checksum; names chain, segment and sequence number
+    ├── Fenced                        a newer attempt owns the run; this process must stop and publish nothing
+    ├── GenerationError               an engine answered with an error, garbage, or not at all
+    ├── WeightUpdateError             an engine did not take the new weights whole; names the engine
+    ├── RewardError                   a reward function raised, hung, or returned no finite number
+    └── RoleDied                      a process of the run ended; names it, its exit code and its last lines
+
+All are picklable: they are built from one message, so they cross process borders unchanged.
+"""
+
+from __future__ import annotations
+
+
+class ArealError(Exception):
+    """Root of the tree."""
+
+
+class UserError(ArealError, ValueError):
+    """The person who started the run can mend this; the message says how."""
+
+
+class ConfigError(UserError):
+    """The configuration cannot be used as it is."""
+
+
+class DataError(UserError):
+    """A data set, model directory or prompt cannot be used."""
+
+
+class RunDirError(UserError):
+    """The run directory is in use, belongs to something else, or lacks what it should hold."""
+
+
+class CheckpointError(UserError):
+    """There is no checkpoint to load, or it does not fit this run."""
+
+
+class WaitTimeout(ArealError, TimeoutError):
+    """A bounded wait ended without what it waited for."""
+
+
+class CorruptRecord(ArealError):
+    """Stored bytes do not match their checksum."""
+
+
+class Fenced(ArealError):
+    """A newer attempt of this run has taken over; whoever sees this stops without publishing."""
+
+
+class GenerationError(ArealError):
+    """An engine could not answer a request; the sample counts as failed, never as wrong."""
+
+
+class WeightUpdateError(ArealError):
+    """An engine did not load a weight version completely; it must serve nothing until it is reloaded."""
+
+
+class RewardError(ArealError):
+    """A reward could not be computed; the sample counts as failed, never as reward 0."""
+
+
+class RoleDied(ArealError):
+    """A process of this run ended before the run did."""

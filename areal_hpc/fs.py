@@ -1,0 +1,256 @@
+"""Files that other processes read: published whole, found by listing, laid out by ``RunDir``.
+
+What a shared file system really promises (close-to-open consistency, cached negative lookups, atomic rename) is worked
+out here once: publish by temporary file, fsync, rename, fsync of the directory; create exclusively by link; wait by
+listing the directory, never by asking for a name that may not exist yet (NFS caches the "no" for up to a minute).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RunDirError, WaitTimeout
+
+PRIVATE_FILE = 0o600
+PRIVATE_DIR = 0o700
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def fsync_directory(path: Path) -> None:
+    """Make names created in or removed from ``path`` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_temporary(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` so that every reader sees the old or the new bytes, never a mixture.
+
+    Raises:
+        OSError: the file system refused; ``path`` is unchanged and the temporary file is gone.
+    """
+    temporary = _write_temporary(path, data)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """``publish`` of one JSON document."""
+    publish(path, json.dumps(value, indent=1, sort_keys=True).encode())
+
+
+def create_exclusive(path: Path, data: bytes) -> bool:
+    """Create ``path`` with ``data`` if nobody has it: exactly one of many callers on any host gets True.
+
+    link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first).
+    """
+    temporary = _write_temporary(path, data)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        return _create_by_open(path, data)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+    return True
+
+
+def _create_by_open(path: Path, data: bytes) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_directory(path.parent)
+    return True
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
+    return json.loads(path.read_bytes())
+
+
+def read_if_listed(path: Path) -> Any | None:
+    """The JSON document at ``path``, or None while its directory does not list it."""
+    try:
+        names = os.listdir(path.parent)
+    except FileNotFoundError:
+        return None
+    return read_json(path) if path.name in names else None
+
+
+def wait_for(what: str, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.1, *, hint: str = "") -> Any:
+    """The first truthy answer of ``ready``, asked every ``poll_s`` seconds.
+
+    Raises:
+        WaitTimeout: none came in ``timeout_s`` seconds; the message names ``what`` and carries ``hint``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (answer := ready()):
+        if time.monotonic() >= deadline:
+            raise WaitTimeout(f"waited {timeout_s:g} s for {what}, which did not come{'; ' + hint if hint else ''}")
+        time.sleep(poll_s)
+    return answer
+
+
+def make_private_directory(path: Path) -> Path:
+    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=PRIVATE_DIR, exist_ok=True)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Where everything of one run lies. Every path of the system comes from here.
+
+    config.yaml                      the resolved configuration
+    secrets/token                    what every socket of the run asks for
+    attempts/00000001/               one start of the run: endpoints/ logs/ telemetry/ state.json
+    ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
+    checkpoints/step-00000020.e00000001/
+    weights/                         the disk transport's versions
+    summary.json  curves.png  curves.svg
+    """
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path) -> RunDir:
+        """The run directory at ``root``, made if it is not there.
+
+        Raises:
+            RunDirError: the name is not usable, or the directory lies open to other users.
+        """
+        if not NAME.fullmatch(root.name):
+            raise RunDirError(f"run name {root.name!r}: use letters, digits, '.', '_' and '-', at most 100; set `name`")
+        run = cls(root.absolute())
+        make_private_directory(run.root)
+        mode = stat.S_IMODE(run.root.stat().st_mode)
+        if mode & stat.S_IWOTH:
+            raise RunDirError(f"{run.root} is writable by everybody; run `chmod 700 {run.root}`")
+        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights):
+            make_private_directory(directory)
+        return run
+
+    @classmethod
+    def open(cls, root: Path) -> RunDir:
+        """An existing run directory.
+
+        Raises:
+            RunDirError: ``root`` holds no run.
+        """
+        run = cls(root.absolute())
+        if not run.config.is_file():
+            raise RunDirError(f"{run.root} is not a run directory (no config.yaml); give the one that `run` printed")
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def secrets(self) -> Path:
+        return self.root / "secrets"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def ring(self) -> Path:
+        return self.root / "ring"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def attempt(self, epoch: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{epoch:08d}")
+
+    def newest_attempt(self) -> AttemptDir | None:
+        """The attempt with the highest epoch, by listing; None before the first."""
+        epochs = sorted(int(name) for name in os.listdir(self.attempts) if re.fullmatch(r"\d{8}", name))
+        return self.attempt(epochs[-1]) if epochs else None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptDir:
+    """Where everything of one start of a run lies."""
+
+    root: Path
+
+    def create(self) -> AttemptDir:
+        for directory in (self.root, self.endpoints, self.logs, self.telemetry):
+            make_private_directory(directory)
+        return self
+
+    @property
+    def epoch(self) -> int:
+        return int(self.root.name)
+
+    @property
+    def endpoints(self) -> Path:
+        return self.root / "endpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def telemetry(self) -> Path:
+        return self.root / "telemetry"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    def endpoint(self, role: str, index: int) -> Path:
+        return self.endpoints / f"{role}-{index}.json"
+
+    def log(self, role: str, index: int) -> Path:
+        return self.logs / f"{role}-{index}.log"
+
+    def records(self, role: str, index: int) -> Path:
+        return self.telemetry / f"{role}-{index}.jsonl"

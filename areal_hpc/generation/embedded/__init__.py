@@ -1,0 +1,1 @@
+"""The CPU engine: the same HTTP surface as SGLang, plain torch inside."""

@@ -1,0 +1,219 @@
+"""The theory of the system on one page: eight small protocols, each with the loop that it lives in.
+
+    rollout worker                                trainer
+    --------------                                -------
+    ticket = writer.try_reserve(position)         refs = reader.claim(groups, version)
+    episodes = workflow.run(prompt, ...)          batch = pack(advantages(read each ref))
+      -> generator.generate(request)              batch.proximal = backend.logprobs(batch)
+      -> reward(text, answer, prompt)             backend.train_step(batch)
+    writer.seal(ticket, group)                    transport.publish(version + 1, backend.weights())
+                                                  reader.release(version + 1)
+
+Every protocol has a real implementation and one that runs in a laptop's single process; the contract tests run the same
+cases on both. No torch here: annotations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from areal_hpc.types import (
+    Batch,
+    Completion,
+    Drop,
+    Float32Array,
+    GenerationRequest,
+    GroupAddress,
+    GroupRef,
+    Message,
+    Prompt,
+    Sampling,
+    TensorSpec,
+    Ticket,
+    Trajectory,
+    TrajectoryGroup,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold. The state is plain data: dicts, lists, numbers, strings, bytes, tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Generator(Protocol):
+    """Tokens in, tokens out. ``completion = await generator.generate(request)``
+
+    Raises:
+        GenerationError: the engine failed, answered garbage, or did not answer in time.
+    """
+
+    async def generate(self, request: GenerationRequest) -> Completion: ...
+
+    async def close(self) -> None: ...
+
+
+class WeightTarget(Protocol):
+    """One engine replica as a weight transport sees it.
+
+        await target.join(group, rank_offset)                     once for each membership
+        await target.pause()                                      running requests freeze and keep their tokens
+        await target.load_bucket(group.name, specs)               while rank 0 broadcasts the same bucket
+        await target.resume(version)                              running requests go on under the new version
+
+    Each call raises WeightUpdateError naming the engine when the engine refuses or does not answer in time.
+    """
+
+    name: str
+    num_ranks: int
+
+    async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
+
+    async def leave(self, group_name: str) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None: ...
+
+    async def load_directory(self, path: str, version: int) -> None: ...
+
+    async def resume(self, version: int) -> None: ...
+
+
+class WeightTransport(Protocol):
+    """``seconds = await transport.publish(version, backend.weights())``; then every target serves ``version``.
+
+    Raises:
+        WeightUpdateError: a target could not be brought to the version whole; names it.
+    """
+
+    async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+Reward = Callable[[str, Any, Prompt], float]
+"""``reward(completion text, expected answer, prompt)``; may raise or hang, it runs behind a time limit."""
+
+
+class Renderer(Protocol):
+    """Messages to token ids and back, by the model's own chat template."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What a workflow may use: an engine, a tokenizer, a scorer, and how to sample. ``id`` is unique in the run."""
+
+    id: str
+    generator: Generator
+    renderer: Renderer
+    score: Callable[[str, Prompt], Awaitable[float]]
+    sampling: Sampling
+    max_tokens: int
+
+
+class Workflow(Protocol):
+    """How one episode runs. An empty answer means that there is nothing to train on.
+
+    Raises:
+        GenerationError, RewardError: the sample is failed; the runner tries the group again or drops it.
+    """
+
+    async def run(self, prompt: Prompt, episode: Episode) -> Sequence[Trajectory]: ...
+
+
+class RolloutWriter(Protocol):
+    """A rollout worker's end of the ring; never blocks.
+
+        while (ticket := writer.try_reserve(position)) is None: wait, bounded
+        ... run the episodes ...
+        writer.seal(ticket, group)      or      writer.drop(ticket, reason)
+
+    ``version`` is the newest published weight version; ``reissues`` are positions that this worker must run again.
+    Every call raises Fenced once a newer attempt owns the run.
+    """
+
+    @property
+    def version(self) -> WeightVersion: ...
+
+    def try_reserve(self, position: int) -> Ticket | None: ...
+
+    def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None: ...
+
+    def drop(self, ticket: Ticket, reason: Drop) -> None: ...
+
+    def reissues(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class RolloutReader(Protocol):
+    """The trainer's end of the ring; only rank 0 claims and releases, every rank may read.
+
+        while (refs := reader.claim(groups_per_step, version)) is None: wait; reader.waiting_for() says for whom
+        groups = [reader.read(ref) for ref in refs]
+        ... train, publish the weights ...
+        reader.release(new_version)         the slots are free: workers may reserve again
+        ... every k steps, once a checkpoint that holds state_dict() is durable ...
+        reader.covered(state)               what an older checkpoint covers may be deleted
+
+    ``claim`` gives oldest first and never a group older than ``max_staleness``; ``read`` raises CorruptRecord.
+    """
+
+    def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None: ...
+
+    def read(self, ref: GroupRef) -> TrajectoryGroup: ...
+
+    def discard(self, ref: GroupRef, reason: Drop) -> None: ...
+
+    def release(self, version: WeightVersion) -> None: ...
+
+    def waiting_for(self) -> str: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def covered(self, state: Mapping[str, Any]) -> None: ...
+
+    def stats(self) -> Mapping[str, float]: ...
+
+
+class TrainerBackend(Protocol):
+    """Owns model and optimizer on one rank; every call is collective over the trainer's ranks.
+
+    proximal = backend.logprobs(batch)              # float32 [T], aligned with batch.token_ids
+    stats = backend.train_step(batch)               # loss, gradient norm, ... already reduced over ranks
+    for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
+    """
+
+    def logprobs(self, batch: Batch) -> Float32Array: ...
+
+    def train_step(self, batch: Batch) -> Mapping[str, float]: ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def save(self, directory: str) -> None: ...
+
+    def load(self, directory: str) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run, tells how they are, ends exactly those."""
+
+    def start(self, role: str, index: int) -> None: ...
+
+    def died(self) -> list[tuple[str, int]]: ...
+
+    def stop(self, timeout_s: float) -> None: ...

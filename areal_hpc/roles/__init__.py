@@ -1,0 +1,1 @@
+"""One module for each process kind, and the wiring that chooses implementations."""

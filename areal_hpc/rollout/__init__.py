@@ -1,0 +1,1 @@
+"""Episodes, rewards and filters: prompts become trajectory groups."""

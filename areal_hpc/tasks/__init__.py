@@ -1,0 +1,1 @@
+"""Procedural tasks and the tiny model that learns them on a laptop."""

@@ -1,0 +1,279 @@
+"""The carriers: what travels between the rooms, from a prompt to a training batch.
+
+    Prompt -> Completion (one per request) -> Trajectory (one per episode) -> TrajectoryGroup (one per prompt)
+           -> GroupRef (where a sealed group lies) -> Batch (packed, what a trainer rank holds)
+
+Conventions that every room keeps: index ``t`` of token ids, loss mask, log-probs and **versions** refers to the same
+token; log-probs are natural logarithms of the sampling distribution at the sampling temperature; a token that was not
+sampled in this run has mask 0, log-prob 0.0 and version -1. The stop reason is carried, never inferred from a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+Message = Mapping[str, Any]
+"""One chat message in the OpenAI shape: at least ``role`` and ``content``."""
+
+NOT_SAMPLED = -1
+"""Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """The model ended it: end-of-turn token or a stop string."""
+    LENGTH = "length"
+    """The token budget was used up."""
+    ABORT = "abort"
+    """Somebody else ended it; the tokens so far are valid, the answer is not complete."""
+
+    def is_complete(self) -> bool:
+        """Whether the answer may be scored and trained on."""
+        return self is not StopReason.ABORT
+
+
+class WeightVersion(NamedTuple):
+    """Which weights: the attempt (fencing epoch) that made them and the optimizer steps behind them."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task. ``position`` is its place in the run's endless stream and its identity for exactly-once."""
+
+    position: int
+    id: str
+    messages: tuple[Message, ...]
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an engine samples. Log-probs that come back are those of the distribution this describes."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request to an engine. ``request_id`` is unique in the run; ``session`` keeps turns on one engine."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled, whichever engine it was.
+
+    Raises:
+        ValueError: counts differ, or a log-prob is not finite (a broken engine; the sample is failed).
+    """
+
+    token_ids: Int32Array  # [T]
+    logprobs: Float32Array  # [T]
+    versions: Int32Array  # [T], the weight step that sampled each token
+    stop: StopReason
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids.shape == self.logprobs.shape == self.versions.shape:
+            shapes = f"{self.token_ids.shape}, {self.logprobs.shape}, {self.versions.shape}"
+            raise ValueError(f"a completion needs one log-prob and one version per token, got shapes {shapes}")
+        if not np.isfinite(self.logprobs).all():
+            raise ValueError("a completion has a log-prob that is not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode as training data.
+
+    Raises:
+        ValueError: counts differ, a log-prob or the reward is not finite.
+    """
+
+    token_ids: Int32Array  # [T], prompt and everything after it
+    loss_mask: BoolArray  # [T], True where this run sampled the token
+    logprobs: Float32Array  # [T], the behaviour policy's; 0.0 where not sampled
+    versions: Int32Array  # [T], NOT_SAMPLED where not sampled
+    reward: float
+    stop: StopReason
+    episode: int = 0  # which episode of its group; the branches of one episode share it
+
+    def __post_init__(self) -> None:
+        shape = self.token_ids.shape
+        if not shape == self.loss_mask.shape == self.logprobs.shape == self.versions.shape:
+            raise ValueError(f"a trajectory's arrays must all have shape {shape}")
+        if not np.isfinite(self.logprobs).all() or not np.isfinite(self.reward):
+            raise ValueError("a trajectory has a log-prob or a reward that is not finite")
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens this run sampled."""
+        return int(self.loss_mask.sum())
+
+    def oldest_version(self) -> int:
+        """The oldest weight step among sampled tokens, or NOT_SAMPLED where there are none."""
+        sampled = self.versions[self.loss_mask]
+        return int(sampled.min()) if sampled.size else NOT_SAMPLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """All episodes of one prompt; advantages are relative to the group. Sizes may differ between groups."""
+
+    position: int
+    prompt_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(int(t.token_ids.size) for t in self.trajectories)
+
+
+class Drop(StrEnum):
+    """Why a prompt's episode ended without being trained on."""
+
+    FILTERED = "filtered"
+    """A group filter refused it (no signal, too long); the prompt counts as consumed."""
+    FAILED = "failed"
+    """Its episodes failed for good; the prompt counts as consumed."""
+    STALE = "stale"
+    """Sampled by weights older than the bound; the prompt is issued again."""
+    NEWER = "newer"
+    """Sampled by weights that a rollback took back; the prompt is issued again."""
+    CORRUPT = "corrupt"
+    """Its stored bytes are damaged; the prompt is issued again."""
+
+    def reissues(self) -> bool:
+        """Whether the prompt comes back, or is consumed by this drop."""
+        return self not in (Drop.FILTERED, Drop.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The right to have one group outstanding. Reserved before the episode, given back by the trainer's release."""
+
+    chain: str
+    number: int
+    position: int
+    version: WeightVersion  # the newest published weights when it was reserved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRef:
+    """Where a sealed group lies, with what a plan needs to know of it without reading its bytes."""
+
+    chain: str
+    segment: int
+    offset: int
+    seq: int
+    ticket: int
+    position: int
+    version: WeightVersion
+    num_tokens: int
+    num_trajectories: int
+    mean_reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor on its way to an engine, in Hugging Face names."""
+
+    name: str
+    dtype: str  # as torch prints it, without the module: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    checksum: int  # CRC-32C of its bytes, contiguous, little-endian
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """A process group of one trainer (rank 0) and all engine ranks, before it exists."""
+
+    host: str
+    port: int
+    name: str
+    world_size: int
+    backend: str  # gloo, nccl, hccl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed sequences of one trainer rank: flat arrays with boundaries, no padding.
+
+    Raises:
+        AssertionError: the arrays do not fit the boundaries (our own mistake, not the user's).
+    """
+
+    token_ids: Int32Array  # [T]
+    loss_mask: BoolArray  # [T]
+    behaviour: Float32Array  # [T], log-probs of the policy that sampled
+    versions: Int32Array  # [T]
+    advantages: Float32Array  # [T]
+    boundaries: Int32Array  # [S + 1], sequence s is [boundaries[s], boundaries[s + 1])
+    proximal: Float32Array | None = None  # [T], log-probs by the weights at the start of the step
+
+    def __post_init__(self) -> None:
+        total = int(self.boundaries[-1])
+        for array in (self.token_ids, self.loss_mask, self.behaviour, self.versions, self.advantages):
+            assert array.shape == (total,), (array.shape, total)
+        assert self.proximal is None or self.proximal.shape == (total,)
+
+    @property
+    def lengths(self) -> Int32Array:
+        return np.diff(self.boundaries).astype(np.int32)
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.boundaries.size - 1)
+
+    @property
+    def num_trainable(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def select(self, sequences: Sequence[int]) -> Batch:
+        """The same tokens of the named sequences, in the order given."""
+        starts, ends = self.boundaries[:-1], self.boundaries[1:]
+        spans = [np.arange(starts[s], ends[s]) for s in sequences]
+        index = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        return Batch(
+            token_ids=self.token_ids[index],
+            loss_mask=self.loss_mask[index],
+            behaviour=self.behaviour[index],
+            versions=self.versions[index],
+            advantages=self.advantages[index],
+            boundaries=np.cumsum([0, *(len(s) for s in spans)], dtype=np.int32),
+            proximal=None if self.proximal is None else self.proximal[index],
+        )
+
+    def with_proximal(self, proximal: Float32Array) -> Batch:
+        """The same batch with the proximal policy's log-probs [T]."""
+        return replace(self, proximal=proximal)

@@ -1,0 +1,145 @@
+"""The house rules, read from the code: layers, doors, sizes, names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "areal_hpc"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+GROUND = {"types", "protocols", "errors", "fs", "telemetry", "accelerator", "config", "dialogue", "algorithms"}
+WINGS = {"prompts", "rollout", "generation", "buffer", "training", "weights", "checkpoint", "cluster", "tasks"}
+TOP = {"cli", "roles", "__main__", "report"}
+
+DOORS = {
+    "megatron": ("training/megatron/",),
+    "submitit": ("cluster/executor.py",),
+    "h5py": ("buffer/",),
+    "torch_npu": ("accelerator.py",),
+    "transformers": ("dialogue/renderer.py", "generation/embedded/", "training/reference.py", "tasks/tiny_model.py"),
+    "aiohttp": ("generation/client.py", "generation/embedded/", "proxy/"),
+    "mpi4py": ("cluster/rendezvous.py",),
+    "msgpack": ("buffer/",),
+    "datasets": ("prompts.py",),
+    "pyarrow": ("prompts.py",),
+    "math_verify": ("rollout/rewards.py",),
+    "wandb": ("telemetry.py",),
+    "matplotlib": ("report.py",),
+}
+NEVER = {"sglang", "vllm", "ray"}
+TORCHLESS = {
+    "types",
+    "protocols",
+    "errors",
+    "fs",
+    "config",
+    "telemetry",
+    "buffer",
+    "prompts",
+    "cluster",
+    "cli",
+    "__main__",
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every imported module and whether the import runs when the file is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_type_checking(node)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) not in late
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or "", id(node) not in late
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", id(node) not in late
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nobody_imports_sideways_or_up(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] != "areal_hpc" or len(parts) == 1 or parts[1] == "__version__":
+            continue
+        there = parts[1]
+        if here in GROUND:
+            assert there in GROUND, f"ground {here} imports {there}"
+        elif here in WINGS:
+            assert there == here or there in GROUND, f"wing {here} imports {there}"
+        else:
+            assert here in TOP, f"{here} is in no layer"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_each_giant_has_one_door(path: Path) -> None:
+    where = str(path.relative_to(PACKAGE))
+    for module, _ in imports(path):
+        giant = module.split(".")[0]
+        assert giant not in NEVER, f"{where} imports {giant}"
+        if giant in DOORS:
+            assert where.startswith(DOORS[giant]), f"{where} imports {giant}; its door is {DOORS[giant]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torchless_rooms_import_no_torch(path: Path) -> None:
+    if room(path) in TORCHLESS:
+        assert not [m for m, at_once in imports(path) if at_once and m.split(".")[0] in ("torch", "transformers")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    limit = 450 if path.name == "schema.py" else 400  # the schema is one page on purpose: every knob in one place
+    assert len(text.splitlines()) <= limit
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is longer than 60 lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_file_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert path.stem not in {"utils", "util", "common", "helpers", "misc", "manager", "base", "core"}
+
+
+def test_no_device_is_named_outside_the_accelerator() -> None:
+    """K6: a CUDA-only call outside the device layer breaks every other device."""
+    for path in FILES:
+        if path.name == "accelerator.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            attribute = node.attr if isinstance(node, ast.Attribute) else ""
+            assert attribute not in {"cuda", "npu"}, f"{path} names a device"
+
+
+@pytest.mark.parametrize(
+    "module", ["areal_hpc.types", "areal_hpc.protocols", "areal_hpc.fs", "areal_hpc.config.schema"]
+)
+def test_login_node_modules_load_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
