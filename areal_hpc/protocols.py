@@ -5,7 +5,7 @@
     ticket = writer.try_reserve(position)         refs = reader.claim(groups, version)
     episodes = workflow.run(prompt, ...)          batch = pack(advantages(read each ref))
       -> generator.generate(request)              batch.proximal = backend.logprobs(batch)
-      -> reward(text, answer, prompt)             backend.train_step(batch)
+      -> reward(text, answer, prompt)             backend.train_step(minibatches)
     writer.seal(ticket, group)                    transport.publish(version + 1, backend.weights())
                                                   reader.release(version + 1)
 
@@ -193,14 +193,16 @@ class RolloutReader(Protocol):
 class TrainerBackend(Protocol):
     """Owns model and optimizer on one rank; every call is collective over the trainer's ranks.
 
+    A rank's share of a minibatch may be empty; the loss is a mean over the trainable tokens of all ranks.
+
     proximal = backend.logprobs(batch)              # float32 [T], aligned with batch.token_ids
-    stats = backend.train_step(batch)               # loss, gradient norm, ... already reduced over ranks
+    stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
     for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
     """
 
     def logprobs(self, batch: Batch) -> Float32Array: ...
 
-    def train_step(self, batch: Batch) -> Mapping[str, float]: ...
+    def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]: ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 

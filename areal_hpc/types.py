@@ -199,9 +199,15 @@ class GroupRef:
     ticket: int
     position: int
     version: WeightVersion
-    num_tokens: int
-    num_trajectories: int
-    mean_reward: float
+    rewards: tuple[float, ...]  # one entry for each trajectory, here and below
+    lengths: tuple[int, ...]  # tokens, prompt included
+    generated: tuple[int, ...]  # tokens that this run sampled
+    truncated: tuple[bool, ...]  # cut by the token budget
+    episodes: tuple[int, ...]  # branches of one episode share a number
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

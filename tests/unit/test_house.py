@@ -13,7 +13,20 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "areal_hpc"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = {"types", "protocols", "errors", "fs", "telemetry", "accelerator", "config", "dialogue", "algorithms"}
+GROUND = {
+    "types",
+    "watermark",
+    "collective",
+    "buckets",
+    "protocols",
+    "errors",
+    "fs",
+    "telemetry",
+    "accelerator",
+    "config",
+    "dialogue",
+    "algorithms",
+}
 WINGS = {"prompts", "rollout", "generation", "buffer", "training", "weights", "checkpoint", "cluster", "tasks"}
 TOP = {"cli", "roles", "__main__", "report"}
 
