@@ -162,7 +162,7 @@ class RunDir:
         mode = stat.S_IMODE(run.root.stat().st_mode)
         if mode & stat.S_IWOTH:
             raise RunDirError(f"{run.root} is writable by everybody; run `chmod 700 {run.root}`")
-        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights):
+        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights, run.evaluations):
             make_private_directory(directory)
         return run
 
@@ -203,8 +203,23 @@ class RunDir:
         return self.root / "weights"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def token(self) -> Path:
+        return self.secrets / "token"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
+
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step-{step:08d}.json"
+
+    def evaluated_steps(self) -> set[int]:
+        """Optimizer steps whose evaluation has a result."""
+        return {int(name[5:13]) for name in os.listdir(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
 
     def attempt(self, epoch: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{epoch:08d}")
@@ -245,6 +260,10 @@ class AttemptDir:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def stop_request(self) -> Path:
+        return self.root / "stop"
 
     def endpoint(self, role: str, index: int) -> Path:
         return self.endpoints / f"{role}-{index}.json"
