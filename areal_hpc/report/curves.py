@@ -86,7 +86,7 @@ def _figure(summary: Summary, staleness_bound: int | None) -> Figure:
 def _step_range(summary: Summary) -> tuple[float, float]:
     """From the first to the last step that anything is known of, with a margin."""
     steps = [*summary.steps[:1], *summary.steps[-1:], *(e.step for e in summary.evaluations)] or [0]
-    margin = max(0.5, 0.02 * (max(steps) - min(steps)))
+    margin = max(1.0, 0.03 * (max(steps) - min(steps)))
     return float(min(steps) - margin), float(max(steps) + margin)
 
 
@@ -101,10 +101,10 @@ def _draw_staleness(axes: Axes, summary: Summary, bound: int | None) -> None:
     axes.set_title("Staleness")
     axes.set_ylabel("age of trained tokens\n(optimizer steps)")
     oldest = summary.columns["staleness_max"]
-    _line(axes, summary, oldest, color=VERMILION, linestyle="", marker="o", alpha=0.7, label="oldest token")
+    _line(axes, summary, oldest, color=VERMILION, linestyle="", marker="o", alpha=0.8, label="oldest token")
     _draw_smoothed(axes, summary, "staleness_mean", "step's mean", f"mean of {WINDOW} steps")
     if bound is not None:
-        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})")
+        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})", zorder=1)
     highest = max([bound or 0, *oldest[np.isfinite(oldest)], 1.0])
     axes.set_ylim(-0.06 * highest, 1.12 * highest)
 
@@ -120,13 +120,13 @@ def _draw_smoothed(axes: Axes, summary: Summary, key: str, label: str, mean_labe
     values = summary.columns[key]
     marker = "o" if summary.steps.size <= MARKED_STEPS else ""
     _line(axes, summary, values, color=BLUE, linewidth=0.8, alpha=0.4, marker=marker, label=label)
-    _line(axes, summary, moving_mean(values), color=BLUE, linewidth=1.9, label=mean_label)
+    _line(axes, summary, moving_mean(values), color=BLUE, linewidth=1.9, marker=marker, label=mean_label)
 
 
 def _line(axes: Axes, summary: Summary, values: Series, **style: Any) -> None:
     """One curve over the steps; nothing, and no entry in the legend, where no value is known."""
     if np.isfinite(values).any():
-        axes.plot(summary.steps, values, markersize=2.6, markeredgewidth=0, solid_joinstyle="round", **style)
+        axes.plot(summary.steps, values, markersize=3, markeredgewidth=0, solid_joinstyle="round", **style)
 
 
 def _draw_evaluations(axes: Axes, summary: Summary) -> None:
@@ -137,7 +137,7 @@ def _draw_evaluations(axes: Axes, summary: Summary) -> None:
     axes.plot(steps, rewards, color=VERMILION, linestyle="", marker="D", markersize=5.5, markeredgecolor="white",
               markeredgewidth=0.8, label="evaluation", zorder=4)  # fmt: skip
     few = len(found) <= LABELLED_EVALUATIONS
-    paper = {"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    paper = {"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.7}
     for place in range(len(found)) if few else sorted({0, int(np.argmax(rewards)), len(found) - 1}):
         axes.annotate(f"{rewards[place]:.3g}", (steps[place], rewards[place]), xytext=(0, -8), ha="center", va="top",
                       textcoords="offset points", color=VERMILION, fontsize=8, bbox=paper, zorder=5)  # fmt: skip
