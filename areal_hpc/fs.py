@@ -143,6 +143,7 @@ class RunDir:
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
     weights/                         the disk transport's versions
+    trackers/                        tensorboard/, wandb/
     summary.json  curves.png  curves.svg
     """
 
@@ -211,6 +212,10 @@ class RunDir:
         return self.secrets / "token"
 
     @property
+    def trackers(self) -> Path:
+        return self.root / "trackers"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 
@@ -221,13 +226,21 @@ class RunDir:
         """Optimizer steps whose evaluation has a result."""
         return {int(name[5:13]) for name in os.listdir(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
 
+    def curves(self, suffix: str) -> Path:
+        return self.root / f"curves.{suffix}"
+
     def attempt(self, epoch: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{epoch:08d}")
 
-    def newest_attempt(self) -> AttemptDir | None:
-        """The attempt with the highest epoch, by listing; None before the first."""
+    def all_attempts(self) -> list[AttemptDir]:
+        """Every attempt, oldest first, by listing."""
         epochs = sorted(int(name) for name in os.listdir(self.attempts) if re.fullmatch(r"\d{8}", name))
-        return self.attempt(epochs[-1]) if epochs else None
+        return [self.attempt(epoch) for epoch in epochs]
+
+    def newest_attempt(self) -> AttemptDir | None:
+        """The attempt with the highest epoch; None before the first."""
+        attempts = self.all_attempts()
+        return attempts[-1] if attempts else None
 
 
 @dataclass(frozen=True, slots=True)
