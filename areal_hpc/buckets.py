@@ -45,8 +45,9 @@ def num_bytes(spec: TensorSpec) -> int:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32C (RFC 3720) of a contiguous tensor's bytes."""
-    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-    return int(google_crc32c.value(data)) if data.size else 0
+    if tensor.numel() == 0:
+        return 0
+    return int(google_crc32c.value(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
 
 
 def plan_buckets(
