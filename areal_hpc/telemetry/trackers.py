@@ -1,5 +1,10 @@
 """Trackers: TensorBoard and Weights & Biases, behind a wall that nothing of theirs crosses.
 
+    trackers = Trackers(open_sinks(config.telemetry, run))      in the one process that reads all records
+    for record in reader.poll():
+        trackers.follow(record)
+    trackers.close()
+
 They show only what has a step of its own (``TRACKED``), live in a thread of their own, and are opened there at the
 first number, so that an unreachable server, a missing package or a full disk costs a line in the log and never a step.
 """
@@ -7,7 +12,6 @@ first number, so that an unreachable server, a missing package or a full disk co
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -18,6 +22,7 @@ from typing import Any, Protocol
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory
+from areal_hpc.telemetry.records import Record
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +50,14 @@ class Trackers:
         if self._sinks:
             self._thread.start()
 
-    def follow(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Pass on what a tracker shows: finite numbers of a tracked kind, at their step. Never blocks."""
-        if kind not in TRACKED or not self._thread.is_alive() or not isinstance(values.get("step"), int):
+    def follow(self, record: Record) -> None:
+        """Pass on what a tracker shows: the finite numbers of a tracked kind, at their step. Never blocks."""
+        step = record.number("step")
+        if record.kind not in TRACKED or step is None or not self._thread.is_alive():
             return
-        numbers = {key: float(value) for key, value in values.items() if _is_finite(value)}
+        numbers = {key: number for key in record.values if (number := record.number(key)) is not None}
         try:
-            self._queue.put_nowait((kind, values["step"], numbers))
+            self._queue.put_nowait((record.kind, int(step), numbers))
         except queue.Full:
             self._num_lost += 1
             if self._num_lost == 1:
@@ -89,10 +95,6 @@ class Trackers:
         except Exception as error:  # a tracker may raise anything, and none of it may reach the run
             log.warning("%s is off from here on: %s: %s", type(sink).__name__, type(error).__name__, error)
             self._sinks.remove(sink)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def open_sinks(config: TelemetryConfig, run: RunDir) -> list[TrackerSink]:
