@@ -117,14 +117,12 @@ class Recorder:
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._torn else line
         try:
-            self._torn = os.write(self._fd, data) < len(data)
+            problem = "" if os.write(self._fd, data) == len(data) else "a record was written in part"
         except OSError as error:
-            self._torn = True
-            if not self._failing:
-                log.warning("cannot write %s (%s); its records are lost until that is mended", self._path, error)
-            self._failing = True
-        else:
-            self._failing = self._torn
+            problem = str(error)
+        if problem and not self._failing:
+            log.warning("%s: %s; records are lost until that is mended", self._path, problem)
+        self._torn = self._failing = bool(problem)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -11,6 +11,7 @@ first number, so that an unreachable server, a missing package or a full disk co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -67,19 +68,14 @@ class Trackers:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let the trackers finish what they were given, for at most ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
         if not self._thread.is_alive():
             return
-        try:
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):  # told below, like any other way of not being done in time
             self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            log.warning(
-                "the trackers did not take their last records within %g s; the JSONL files have them", timeout_s
-            )
-            return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("the trackers did not close within %g s; the JSONL files have every record", timeout_s)
+            log.warning("the trackers were not done within %g s; the run's own files have every record", timeout_s)
 
     def _feed(self) -> None:
         while (item := self._queue.get()) is not None:
