@@ -143,6 +143,7 @@ class RunDir:
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
     weights/                         the disk transport's versions
+    trackers/                        tensorboard/, wandb/
     summary.json  curves.png  curves.svg
     """
 
@@ -162,7 +163,7 @@ class RunDir:
         mode = stat.S_IMODE(run.root.stat().st_mode)
         if mode & stat.S_IWOTH:
             raise RunDirError(f"{run.root} is writable by everybody; run `chmod 700 {run.root}`")
-        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights):
+        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights, run.evaluations):
             make_private_directory(directory)
         return run
 
@@ -203,16 +204,43 @@ class RunDir:
         return self.root / "weights"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def token(self) -> Path:
+        return self.secrets / "token"
+
+    @property
+    def trackers(self) -> Path:
+        return self.root / "trackers"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
+
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step-{step:08d}.json"
+
+    def evaluated_steps(self) -> set[int]:
+        """Optimizer steps whose evaluation has a result."""
+        return {int(name[5:13]) for name in os.listdir(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
+
+    def curves(self, suffix: str) -> Path:
+        return self.root / f"curves.{suffix}"
 
     def attempt(self, epoch: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{epoch:08d}")
 
-    def newest_attempt(self) -> AttemptDir | None:
-        """The attempt with the highest epoch, by listing; None before the first."""
+    def all_attempts(self) -> list[AttemptDir]:
+        """Every attempt, oldest first, by listing."""
         epochs = sorted(int(name) for name in os.listdir(self.attempts) if re.fullmatch(r"\d{8}", name))
-        return self.attempt(epochs[-1]) if epochs else None
+        return [self.attempt(epoch) for epoch in epochs]
+
+    def newest_attempt(self) -> AttemptDir | None:
+        """The attempt with the highest epoch; None before the first."""
+        attempts = self.all_attempts()
+        return attempts[-1] if attempts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +273,10 @@ class AttemptDir:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def stop_request(self) -> Path:
+        return self.root / "stop"
 
     def endpoint(self, role: str, index: int) -> Path:
         return self.endpoints / f"{role}-{index}.json"

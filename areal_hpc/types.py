@@ -11,7 +11,7 @@ sampled in this run has mask 0, log-prob 0.0 and version -1. The stop reason is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -208,6 +208,16 @@ class GroupRef:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def record(self) -> dict[str, Any]:
+        """Plain data that JSON keeps."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> GroupRef:
+        """The reference that ``record`` was made from, also after JSON has turned tuples into lists."""
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        return cls(**{**values, "version": WeightVersion(*record["version"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

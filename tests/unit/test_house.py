@@ -42,8 +42,10 @@ DOORS = {
     "datasets": ("prompts.py",),
     "pyarrow": ("prompts.py",),
     "math_verify": ("rollout/rewards.py",),
-    "wandb": ("telemetry.py",),
-    "matplotlib": ("report.py",),
+    "wandb": ("telemetry/trackers.py",),
+    "tensorboard": ("telemetry/trackers.py",),
+    "matplotlib": ("report/curves.py",),
+    "rich": ("report/",),
 }
 NEVER = {"sglang", "vllm", "ray"}
 TORCHLESS = {
@@ -53,6 +55,7 @@ TORCHLESS = {
     "fs",
     "config",
     "telemetry",
+    "report",
     "buffer",
     "prompts",
     "cluster",

@@ -1,0 +1,174 @@
+"""Rewards to advantages: penalty, scale, normalise. Float64 throughout; one number for each trajectory.
+
+    reward --overlong penalty--> --(r + bias) * scale, clipped--> --reward_norm--> --adv_norm--> advantage
+
+Statistics are over *samples*: an episode is one sample however many branches (trajectories) it was recorded as, and
+groups are known by their ids, so a group that lost a member shifts nobody else's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.config.schema import AlgorithmConfig, Level, NormConfig, OverlongConfig
+from areal_hpc.types import BoolArray
+
+Float64Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """What is known of a step's N trajectories before their tokens are read.
+
+    Raises:
+        AssertionError: the arrays differ in length (our own mistake, not the user's).
+    """
+
+    rewards: Float64Array  # [N]
+    groups: IntArray  # [N], trajectories of one prompt share a number; any numbers, any order
+    generated: IntArray  # [N], tokens that this run sampled
+    truncated: BoolArray  # [N], cut by the token budget: the carried stop reason, for algorithms that bootstrap
+    episodes: IntArray  # [N], within a group, branches of one episode share a number
+    max_new_tokens: int  # the sampling limit
+
+    def __post_init__(self) -> None:
+        shapes = {a.shape for a in (self.rewards, self.groups, self.generated, self.truncated, self.episodes)}
+        assert shapes == {(self.rewards.size,)}, shapes
+
+
+def grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
+    """Group-relative advantages [N] of outcome rewards (GRPO, arXiv:2402.03300).
+
+    The levels of ``config.reward_norm`` give its relatives: no deviation is Dr. GRPO (arXiv:2503.20783), leave-one-out
+    is RLOO (arXiv:2402.14740), group mean with batch deviation is Lite PPO (arXiv:2508.08221). Every token of a
+    trajectory has the trajectory's advantage, so ``config.adv_norm`` weighs each trajectory by its trainable tokens.
+    """
+    rewards = inputs.rewards + overlong_penalty(inputs.generated, inputs.max_new_tokens, config.overlong)
+    rewards = scale_rewards(rewards, config)
+    pairs = np.stack([inputs.groups, inputs.episodes])
+    _, samples, branches = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
+    samples = samples.reshape(-1)
+    share = 1.0 / branches[samples]
+    advantages = normalise(rewards, inputs.groups, config.reward_norm, weights=share, samples=samples)
+    tokens = inputs.generated.astype(np.float64)
+    return normalise(advantages, inputs.groups, config.adv_norm, weights=tokens, samples=samples)
+
+
+def overlong_penalty(generated: IntArray, max_new_tokens: int, config: OverlongConfig) -> Float64Array:
+    """Soft penalty [N], in [-factor, 0], that grows over the last ``config.tokens`` before the limit.
+
+    DAPO's soft overlong punishment (arXiv:2503.14476) times ``factor``: 0 up to ``max_new_tokens - tokens``, then
+    linear to ``-factor`` at the limit and beyond it.
+    """
+    if config.tokens == 0:
+        return np.zeros(generated.shape, dtype=np.float64)
+    excess = (generated - (max_new_tokens - config.tokens)) / config.tokens
+    return -config.factor * np.clip(excess, 0.0, 1.0)
+
+
+def scale_rewards(rewards: Float64Array, config: AlgorithmConfig) -> Float64Array:
+    """``(reward + reward_bias) * reward_scale``, clipped to +-``reward_clip``. [N] -> [N]"""
+    scaled = (rewards + config.reward_bias) * config.reward_scale
+    return np.clip(scaled, -config.reward_clip, config.reward_clip)
+
+
+def normalise(
+    values: Float64Array,
+    groups: IntArray,
+    config: NormConfig,
+    weights: Float64Array | None = None,
+    samples: IntArray | None = None,
+) -> Float64Array:
+    """``(value - mean) / (deviation + eps)`` [N], each over the group, the batch, or left out.
+
+    The deviation is that of the centred values, so a group mean with a batch deviation pools the spread within groups.
+    Leaving one out concerns the mean only: ``(sum - own sample) / (weight - own sample's weight)``.
+    Where there is nothing to compare with - a lone sample, or no deviation at all - the answer is exactly 0.
+
+    Args:
+        values: [N]
+        groups: [N], group ids; sizes may differ and members need not stand together.
+        weights: [N], how many samples (or tokens) an entry stands for; 1 each if not given.
+        samples: [N], entries with one number are branches of one sample, in one group; all differ if not given.
+    """
+    weights = np.ones(values.shape) if weights is None else weights
+    samples = np.arange(values.size) if samples is None else _compact(samples)
+    result = centred = values.astype(np.float64)
+    compared = np.ones(values.shape, dtype=np.bool_)
+    if config.mean is not Level.NONE:
+        sets = _sets(groups, config.mean)
+        centred = _centre(values, sets, weights)
+        result = _centre(values, sets, weights, samples) if config.leave_one_out else centred
+        compared &= _num_samples(sets, weights, samples) > 1
+    if config.std is not Level.NONE:
+        sets = _sets(groups, config.std)
+        deviation = _deviation(centred, sets, weights, config.unbiased)
+        result = np.divide(result, deviation + config.eps, out=np.zeros(values.shape), where=deviation > 0)
+        compared &= _num_samples(sets, weights, samples) > 1
+    return np.where(compared, result, 0.0)
+
+
+def kl_k1(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
+    """``d = logprobs - reference``: unbiased, of either sign. Token-wise, any shape.
+
+    All three estimate KL(policy || reference) from tokens that the *policy* sampled, ``logprobs`` being the policy's
+    (J. Schulman, "Approximating KL divergence", 2020).
+    """
+    return logprobs - reference
+
+
+def kl_k2(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
+    """``d^2 / 2``: biased, never negative, low variance; direction as in ``kl_k1``."""
+    return np.square(logprobs - reference) / 2
+
+
+def kl_k3(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
+    """``exp(-d) - 1 + d``: unbiased and never negative; direction as in ``kl_k1``."""
+    difference = logprobs - reference
+    return np.expm1(-difference) + difference
+
+
+def _compact(ids: IntArray) -> IntArray:
+    """Any ids as 0, 1, 2, ...; equal ids stay equal."""
+    return np.unique(ids, return_inverse=True)[1].reshape(-1)
+
+
+def _sets(groups: IntArray, level: Level) -> IntArray:
+    """For each entry the number of the set that its statistics are over. [N]"""
+    return _compact(groups) if level is Level.GROUP else np.zeros(groups.shape, dtype=np.int64)
+
+
+def _centre(
+    values: Float64Array, sets: IntArray, weights: Float64Array, left_out: IntArray | None = None
+) -> Float64Array:
+    """Values minus the weighted mean of their set, without their own sample if ``left_out`` names the samples."""
+    lowest: Float64Array = np.full(values.shape, np.inf)
+    np.minimum.at(lowest, sets, values)
+    shifted = values - lowest[sets]  # equal values become exactly 0 before rounding can part them from their mean
+    total = np.bincount(sets, weights * shifted)[sets]
+    weight = np.bincount(sets, weights)[sets]
+    if left_out is not None:
+        total = total - np.bincount(left_out, weights * shifted)[left_out]
+        weight = weight - np.bincount(left_out, weights)[left_out]
+    mean: Float64Array = np.divide(total, weight, out=np.zeros(values.shape), where=weight > 0)
+    return shifted - mean
+
+
+def _deviation(values: Float64Array, sets: IntArray, weights: Float64Array, unbiased: bool) -> Float64Array:
+    """Weighted standard deviation of the set of each entry, 0 where it is not defined. [N]"""
+    squares = np.bincount(sets, weights * np.square(_centre(values, sets, weights)))[sets]
+    freedom = np.bincount(sets, weights)[sets] - (1.0 if unbiased else 0.0)
+    variance: Float64Array = np.divide(squares, freedom, out=np.zeros(values.shape), where=freedom > 0)
+    return np.sqrt(variance)
+
+
+def _num_samples(sets: IntArray, weights: Float64Array, samples: IntArray) -> IntArray:
+    """How many different samples with a weight the set of each entry holds. [N]"""
+    weighty = weights > 0
+    pairs = np.unique(np.stack([sets[weighty], samples[weighty]]), axis=1)
+    counts: IntArray = np.bincount(pairs[0], minlength=int(sets.max(initial=-1)) + 1)[sets]
+    return counts

@@ -1,0 +1,120 @@
+"""The command line: ``areal-hpc run | config | status | stop``.
+
+Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
+and ``config`` start at once on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc import __version__
+from areal_hpc.errors import ArealError, UserError
+
+EXIT_USER_ERROR = 2
+EXIT_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except UserError as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ArealError as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-hpc", description="Fully asynchronous reinforcement learning of language models on supercomputers."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train: start every process of a run on this machine and watch it")
+    _add_config_arguments(run)
+    run.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    run.set_defaults(command=_run)
+
+    config = commands.add_parser("config", help="show the resolved configuration")
+    _add_config_arguments(config)
+    config.add_argument("--diff", action="store_true", help="show only what differs from the defaults")
+    config.set_defaults(command=_config)
+
+    keys = commands.add_parser("keys", help="list every configuration key with its type, default and meaning")
+    keys.set_defaults(command=_keys)
+
+    status = commands.add_parser("status", help="how a run is doing, from its files alone")
+    status.add_argument("run_dir", type=Path)
+    status.set_defaults(command=_status)
+
+    stop = commands.add_parser("stop", help="ask a run to write a checkpoint and end, and wait until it has")
+    stop.add_argument("run_dir", type=Path)
+    stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
+    stop.set_defaults(command=_stop)
+    return parser
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2")
+
+
+def _load(words: Sequence[str]) -> object:
+    from areal_hpc.config.load import load
+
+    paths = [Path(word) for word in words if "=" not in word]
+    return load(paths, [word for word in words if "=" in word])
+
+
+def _run(options: argparse.Namespace) -> int:
+    from areal_hpc.config.resolve import resolve
+    from areal_hpc.report import LiveConsole
+    from areal_hpc.roles.launcher import run_local
+    from areal_hpc.telemetry import setup_logging
+
+    setup_logging("launcher", 0)
+    config = resolve(_load(options.config)).config  # type: ignore[arg-type]
+    return run_local(config, resume=options.resume, console=LiveConsole(config.trainer.total_steps, sys.stdout))
+
+
+def _config(options: argparse.Namespace) -> int:
+    from areal_hpc.config.resolve import diff, dump, resolve
+
+    config = resolve(_load(options.config)).config  # type: ignore[arg-type]
+    if options.diff:
+        for key, default, value in diff(config):
+            print(f"{key}: {value}    # default: {default}")
+    else:
+        print(dump(config), end="")
+    return 0
+
+
+def _keys(_: argparse.Namespace) -> int:
+    from areal_hpc.config.resolve import render_reference
+
+    print(render_reference(), end="")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report import status_lines
+
+    print("\n".join(status_lines(RunDir.open(options.run_dir))))
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.roles.launcher import stop_run
+
+    print(f"{options.run_dir}: {stop_run(RunDir.open(options.run_dir), options.timeout)}")
+    return 0

@@ -1,0 +1,62 @@
+"""Who runs an attempt, said so that others can tell whether that process still lives.
+
+A pid alone lies: it is reused. The kernel's start time of the process, together with the boot it belongs to, makes it
+unique on a host; on another host only the beat counter can be watched, never a clock.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """One process on one host, for ever distinct from any other."""
+
+    host: str
+    pid: int
+    boot: str
+    start_ticks: int  # clock ticks after boot at which the process began
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        pid = os.getpid()
+        ticks = start_ticks(pid)
+        assert ticks is not None
+        return cls(host=socket.gethostname(), pid=pid, boot=_boot(), start_ticks=ticks)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Owner:
+        fields = ("host", "pid", "boot", "start_ticks")
+        return cls(**{name: record[name] for name in fields})
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def here(self) -> bool:
+        """Whether it is a process of this host since its last boot."""
+        return self.host == socket.gethostname() and self.boot == _boot()
+
+    def lives(self) -> bool:
+        """Whether the process still runs; only meaningful where ``here`` is true."""
+        return start_ticks(self.pid) == self.start_ticks
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of process ``pid`` in clock ticks since boot; None when it is gone or a zombie (proc(5))."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

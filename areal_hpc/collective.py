@@ -1,0 +1,107 @@
+"""Process groups that span a trainer and its engines, beside each process's default group.
+
+The trainer is rank 0 and hosts the store; engine ranks connect. The way in is the one SGLang takes, step for step, so
+that either end may be theirs: a TCP store, a prefix store under the group's name, then a group of its own. The name is
+part of every key of the rendezvous, so a fresh name for each membership can meet no leftovers of an earlier one.
+
+    store = host_store(host, timeout_s)                                   trainer; store.port is what engines are told
+    group = join_group(address, 0, timeout_s, store)                      trainer, while every engine runs
+    group = join_group(address, rank, timeout_s)                          engine, the same at the same time
+    dist.broadcast(buffer, group=group, group_src=0)                      all of them
+    leave_group(group)
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from areal_hpc.accelerator import ACCELERATORS, Accelerator
+from areal_hpc.errors import ConfigError
+from areal_hpc.types import GroupAddress
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
+
+
+def bracketed(host: str) -> str:
+    """``host`` as it stands in a URL: an IPv6 address gets its brackets, once."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def unbracketed(host: str) -> str:
+    """``host`` as sockets take it."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def device_for(backend: str) -> Accelerator:
+    """The accelerator whose tensors the collective ``backend`` (gloo, nccl, hccl) moves.
+
+    Raises:
+        ConfigError: no accelerator has that backend.
+    """
+    for row in ACCELERATORS.values():
+        if row.collective == backend:
+            return row
+    known = ", ".join(sorted(row.collective for row in ACCELERATORS.values()))
+    raise ConfigError(f"collective backend {backend!r} is not known; use one of {known}")
+
+
+def host_store(host: str = "127.0.0.1", *, timeout_s: float) -> TCPStore:
+    """A store that listens on ``host`` only, on a port that the kernel chose: see ``.port``."""
+    from torch._C._distributed_c10d import TCPStore
+
+    plain = unbracketed(host)
+    family = socket.AF_INET6 if ":" in plain else socket.AF_INET
+    listener = socket.create_server((plain, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        plain,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),  # handed over; torch itself would listen on every interface
+    )
+
+
+def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPStore | None = None) -> ProcessGroup:
+    """Enter the group as ``rank``; returns when all its ranks are there.
+
+    Args:
+        timeout_s: limit of the entry, and then of each collective operation on the group.
+        store: what ``host_store`` returned, on the rank that hosts it.
+
+    Raises:
+        torch.distributed.DistError: the store or a member did not come in time.
+        ValueError: this process is in a group of that name already.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed import distributed_c10d as c10d
+
+    limit = timedelta(seconds=timeout_s)
+    if store is None:
+        store = TCPStore(unbracketed(address.host), address.port, is_master=False, timeout=limit)
+    group, _ = c10d._new_process_group_helper(
+        address.world_size,
+        rank,
+        [],  # no ranks of the default group: the members need not share one
+        dist.Backend(address.backend),
+        PrefixStore(address.name, store),
+        group_name=c10d.GroupName(address.name),
+        timeout=limit,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    # The table by which collectives translate ranks; new_group fills it only for subsets of the default group.
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(address.world_size)}
+    return group
+
+
+def leave_group(group: ProcessGroup) -> None:
+    """Drop the group on this rank, whatever its other members do."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group(group)

@@ -1,0 +1,212 @@
+"""Cross-checks: what no single key can know. Each yields its problems, which end with what to do.
+
+They run after the ranges have passed, so every size is positive and may divide.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from areal_hpc.config.keys import value_of
+from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
+from areal_hpc.fs import NAME
+
+NOT_EMPTY = ("model.path", "prompts.train", "rollout.reward", "rollout.workflow", "run_root")
+DOTTED_PATH = re.compile(r"\w+(\.\w+)*:\w+")
+
+
+def ring_capacity(config: Config) -> int:
+    """Groups that may be outstanding at once. With a slot for each, no group gets older than ``max_staleness``."""
+    return (config.buffer.max_staleness + 1) * config.algorithm.groups_per_step
+
+
+def model_ranks(config: Config) -> int:
+    """Trainer ranks that hold one copy of the model."""
+    parallel = config.trainer.parallel
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def check_name(config: Config) -> Iterator[str]:
+    if not NAME.fullmatch(config.name):
+        yield (
+            f"name: {config.name!r} cannot be a directory's name; use letters, digits, '.', '_', '-', "
+            "at most 100, a letter or digit first"
+        )
+
+
+def check_not_empty(config: Config) -> Iterator[str]:
+    for name in NOT_EMPTY:
+        if not value_of(config, name):
+            yield f"{name}: empty; give a value"
+
+
+def check_dotted_paths(config: Config) -> Iterator[str]:
+    for name in ("model.maker", "rollout.reward", "rollout.workflow"):
+        path = value_of(config, name)
+        if path and not DOTTED_PATH.fullmatch(path):
+            yield f"{name}: {path!r} is no dotted path; write it as module:name"
+
+
+def check_wandb_mode(config: Config) -> Iterator[str]:
+    modes = ("offline", "online", "disabled")
+    if config.telemetry.wandb_mode not in modes:
+        yield f"telemetry.wandb_mode: {config.telemetry.wandb_mode!r} is no mode; choose one of {', '.join(modes)}"
+
+
+def check_trainer_ranks(config: Config) -> Iterator[str]:
+    trainer, parallel = config.trainer, config.trainer.parallel
+    if trainer.ranks % model_ranks(config):
+        yield (
+            f"trainer.ranks: {trainer.ranks} is no multiple of tensor * pipeline * context = {model_ranks(config)}; "
+            "change trainer.ranks or trainer.parallel"
+        )
+    expert_ranks = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    if trainer.ranks % expert_ranks:
+        yield (
+            f"trainer.ranks: {trainer.ranks} is no multiple of expert * expert_tensor * pipeline = {expert_ranks}; "
+            "change trainer.ranks or trainer.parallel"
+        )
+
+
+def check_virtual_pipeline(config: Config) -> Iterator[str]:
+    parallel = config.trainer.parallel
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"trainer.parallel.virtual_pipeline: {parallel.virtual_pipeline} chunks need more than one pipeline stage; "
+            "set it to 1, or trainer.parallel.pipeline above 1"
+        )
+
+
+def check_reference_backend(config: Config) -> Iterator[str]:
+    trainer, parallel = config.trainer, config.trainer.parallel
+    split = model_ranks(config) * parallel.expert * parallel.expert_tensor
+    if trainer.backend is TrainerBackendName.REFERENCE and split > 1:
+        yield (
+            "trainer.backend: reference is data-parallel only, but trainer.parallel splits the model; "
+            "set trainer.backend=megatron, or every size of trainer.parallel to 1"
+        )
+
+
+def check_engine_ranks(config: Config) -> Iterator[str]:
+    generation = config.generation
+    whole = generation.tensor_parallel * generation.pipeline_parallel == 1
+    if generation.backend in (EngineName.EMBEDDED, EngineName.SCRIPTED) and not whole:
+        yield (
+            f"generation.backend: {generation.backend} runs the model whole; set generation.tensor_parallel and "
+            "generation.pipeline_parallel to 1, or choose sglang or vllm"
+        )
+
+
+def check_groups(config: Config) -> Iterator[str]:
+    size, keep = config.rollout.group_size, config.rollout.filter
+    norm = config.algorithm.reward_norm
+    relative = Level.GROUP in (norm.mean, norm.std)
+    if relative and min(size, keep.min_group_size) < 2:
+        yield (
+            f"rollout.group_size: {size} with filter.min_group_size {keep.min_group_size}: advantages in a group "
+            "of one are 0; set both to at least 2, or algorithm.reward_norm.mean and .std to batch or none"
+        )
+    if keep.min_group_size > size:
+        yield (
+            f"rollout.filter.min_group_size: {keep.min_group_size} refuses every group of rollout.group_size {size}; "
+            "lower it"
+        )
+    if keep.zero_variance and size == 1:
+        yield "rollout.filter.zero_variance: true refuses every group of one episode; set it to false"
+
+
+def check_minibatches(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.minibatches > algorithm.groups_per_step:
+        yield (
+            f"algorithm.minibatches: {algorithm.minibatches} exceeds the {algorithm.groups_per_step} groups of a step; "
+            "lower it, or raise algorithm.groups_per_step"
+        )
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    limit, answer = config.model.max_tokens, config.rollout.sampling.max_new_tokens
+    if answer >= limit:
+        yield (
+            f"rollout.sampling.max_new_tokens: {answer} leaves no room for a prompt in model.max_tokens {limit}; "
+            "lower it, or raise model.max_tokens"
+        )
+    budget = config.trainer.tokens_per_microbatch * config.trainer.parallel.context
+    if limit > budget:
+        yield (
+            f"trainer.tokens_per_microbatch: a sequence of model.max_tokens {limit} exceeds a micro-batch of {budget} "
+            "tokens (times trainer.parallel.context); raise it, or lower model.max_tokens"
+        )
+    if config.algorithm.overlong.tokens > answer:
+        yield (
+            f"algorithm.overlong.tokens: a penalty zone of {config.algorithm.overlong.tokens} tokens is longer than "
+            f"rollout.sampling.max_new_tokens {answer}; lower it"
+        )
+
+
+def check_top_k(config: Config) -> Iterator[str]:
+    if config.rollout.sampling.top_k == 0:
+        yield "rollout.sampling.top_k: 0 keeps no token; write -1 for off"
+
+
+def check_schedule(config: Config) -> Iterator[str]:
+    optimizer, steps = config.trainer.optimizer, config.trainer.total_steps
+    if optimizer.warmup_steps >= steps:
+        yield (
+            f"trainer.optimizer.warmup_steps: {optimizer.warmup_steps} is the whole run of {steps} steps; "
+            "lower it below trainer.total_steps"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"trainer.optimizer.min_lr: {optimizer.min_lr} is above trainer.optimizer.lr {optimizer.lr}; lower it"
+
+
+def check_ring(config: Config) -> Iterator[str]:
+    capacity = ring_capacity(config)
+    if config.rollout.workers > capacity:
+        yield (
+            f"rollout.workers: {config.rollout.workers} workers share (buffer.max_staleness + 1) * "
+            f"algorithm.groups_per_step = {capacity} groups, so some could never start one; lower rollout.workers"
+        )
+
+
+def check_time_limits(config: Config) -> Iterator[str]:
+    rollout, limits = config.rollout, config.limits
+    if rollout.reward_timeout_s > rollout.timeout_s:
+        yield (
+            f"rollout.reward_timeout_s: {rollout.reward_timeout_s:g} s is longer than the whole episode may take, "
+            f"rollout.timeout_s {rollout.timeout_s:g} s; lower it"
+        )
+    if limits.starve_s < rollout.timeout_s:
+        yield (
+            f"limits.starve_s: {limits.starve_s:g} s ends the run while an episode may still take rollout.timeout_s "
+            f"{rollout.timeout_s:g} s; raise it, or lower rollout.timeout_s"
+        )
+
+
+def check_evaluation(config: Config) -> Iterator[str]:
+    if config.evaluation.every_steps and not config.prompts.eval:
+        yield (
+            "evaluation.every_steps: there is nothing to evaluate on; set prompts.eval, or evaluation.every_steps to 0"
+        )
+
+
+CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
+    check_name,
+    check_not_empty,
+    check_dotted_paths,
+    check_wandb_mode,
+    check_trainer_ranks,
+    check_virtual_pipeline,
+    check_reference_backend,
+    check_engine_ranks,
+    check_groups,
+    check_minibatches,
+    check_lengths,
+    check_top_k,
+    check_schedule,
+    check_ring,
+    check_time_limits,
+    check_evaluation,
+)

@@ -1,0 +1,122 @@
+"""The live console: a table that redraws itself on a terminal, plain lines anywhere else.
+
+console = LiveConsole(config.trainer.total_steps, sys.stdout)
+while the run goes on:
+    console.update(reader.poll())
+console.close()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TextIO
+
+from areal_hpc.report.progress import Progress, evaluation_text
+from areal_hpc.report.text import duration
+from areal_hpc.telemetry import Record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+INTERVAL_S = 0.25
+"""Shortest time between two pictures or two plain lines, in seconds."""
+
+
+class LiveConsole:
+    """Shows the progress of an attempt from its records."""
+
+    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = Progress(total_steps)
+        self._clock = clock
+        self._began = clock()
+        self._view = _Table(stream) if stream.isatty() else _Lines(stream)
+        self._shown = float("-inf")
+
+    def update(self, records: Iterable[Record]) -> None:
+        """Take in new records, then show what is due."""
+        for record in records:
+            self._progress.feed(record)
+            self._view.note(record)
+            self._show_if_due()
+        self._show_if_due()
+
+    def _show_if_due(self) -> None:
+        now = self._clock()
+        if now - self._shown >= INTERVAL_S and self._view.show(self._progress, now - self._began):
+            self._shown = now
+
+    def close(self) -> None:
+        """Show the last state and leave the terminal as it was."""
+        self._view.show(self._progress, self._clock() - self._began)
+        self._view.close()
+
+
+class _Lines:
+    """One line a step and one an evaluation; no escape codes, ASCII only."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_news = False
+
+    def note(self, record: Record) -> None:
+        if record.kind == "evaluation":
+            self._write(f"evaluation {evaluation_text(record)}")
+        self._has_news |= record.kind == "step"
+
+    def show(self, progress: Progress, elapsed_s: float) -> bool:
+        """Write the line of the newest step unless it is written already; whether it wrote."""
+        if not self._has_news:
+            return False
+        self._write(progress.line(elapsed_s))
+        self._has_news = False
+        return True
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing to put back."""
+
+
+class _Table:
+    """A table with a progress bar, redrawn in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
+
+    def note(self, record: Record) -> None:
+        """Everything that the table shows is in the progress."""
+
+    def show(self, progress: Progress, elapsed_s: float) -> bool:
+        self._live.update(_picture(progress, elapsed_s), refresh=True)
+        return True
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _picture(progress: Progress, elapsed_s: float) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        Text(f"step {progress.step_text()}", style="bold"),
+        ProgressBar(total=progress.total_steps, completed=progress.step or 0, width=30),
+        Text(f"elapsed {duration(elapsed_s)}"),
+        Text(f"remaining {duration(progress.remaining_s)}"),
+    )
+    facts = Table.grid(padding=(0, 2))
+    for name, text in progress.fields().items():
+        facts.add_row(Text(name, style="cyan"), Text(text))
+    whole = Table.grid()
+    whole.add_row(bar)
+    whole.add_row(facts)
+    return whole

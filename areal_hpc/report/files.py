@@ -1,0 +1,102 @@
+"""The report of a run: a table for the person who asked, and summary.json, curves.png and curves.svg beside the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import yaml
+
+from areal_hpc.fs import RunDir, publish, publish_json
+from areal_hpc.report.curves import draw
+from areal_hpc.report.summary import Summary, summarise
+from areal_hpc.report.text import count, duration, number, percent
+from areal_hpc.telemetry import Record, RecordReader
+
+
+def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
+    """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout)."""
+    readers = [RecordReader(attempt.telemetry) for attempt in run.all_attempts()]
+    summary = summarise(_all(readers))
+    config = configuration(run)
+    bound = config.get("buffer", {}).get("max_staleness")
+    evaluations = [asdict(evaluation) for evaluation in summary.evaluations]
+    publish_json(run.summary, {**summary.facts(), "evaluations": evaluations})
+    for suffix, data in draw(summary, bound).items():
+        publish(run.curves(suffix), data)
+    rows = table(summary, bound)
+    if num_damaged := sum(reader.num_damaged for reader in readers):
+        rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
+    rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))
+    _print(f"run {run.root.name}", rows, stream or sys.stdout)
+    return summary
+
+
+def _all(readers: list[RecordReader]) -> Iterator[Record]:
+    for reader in readers:
+        yield from reader.poll()
+
+
+def configuration(run: RunDir) -> dict[str, Any]:
+    """The resolved configuration as plain data; empty where there is none."""
+    if not run.config.is_file():
+        return {}
+    values: dict[str, Any] = yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}
+    return values
+
+
+def table(summary: Summary, staleness_bound: int | None) -> list[tuple[str, str]]:
+    """The summary as (name, text) rows."""
+    facts: dict[str, Any] = summary.facts()
+    outcomes = ", ".join(f"{name} {count(number)}" for name, number in sorted(summary.group_outcomes.items()))
+    return [
+        ("outcome", facts["outcome"] or "-"),
+        ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
+        ("last step", count(facts["last_step"])),
+        ("reward", f"{number(facts['reward_first'])} (first 10 steps) to {number(facts['reward_last'])} (last 10)"),
+        (
+            "evaluation",
+            f"first {number(facts['evaluation_first'])}, last {number(facts['evaluation_last'])},"
+            f" best {number(facts['evaluation_best'])} at step {count(facts['evaluation_best_step'])}",
+        ),
+        (
+            "staleness",
+            f"mean {number(facts['staleness_mean'])}, max {number(facts['staleness_max'])},"
+            f" bound {number(staleness_bound)}",
+        ),
+        ("log-prob gap", f"mean {number(facts['logprob_gap_mean'])} nats per token"),
+        ("tokens kept", f"{percent(facts['kept_fraction_mean'])}, clipped {percent(facts['clip_fraction_mean'])}"),
+        ("tokens", f"{count(facts['tokens_trained'])} trained, {count(facts['tokens_generated'])} of them generated"),
+        ("speed", f"{count(facts['tokens_trained_per_s'])} tokens trained per second"),
+        (
+            "time",
+            f"{duration(facts['seconds'])} in steps: {percent(facts['train_share'])} training,"
+            f" {percent(facts['wait_share'])} waiting, {percent(facts['publish_share'])} publishing weights;"
+            f" generation paused {percent(facts['paused_share'])}",
+        ),
+        ("groups", outcomes or "-"),
+    ]
+
+
+def _print(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:
+    if stream.isatty():
+        _print_table(title, rows, stream)
+        return
+    width = max(len(name) for name, _ in rows)
+    lines = [title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    stream.write("\n".join(lines) + "\n")
+
+
+def _print_table(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(title), title_justify="left", show_header=False)
+    drawn.add_column(style="cyan", no_wrap=True)
+    drawn.add_column()
+    for name, text in rows:
+        drawn.add_row(Text(name), Text(text))
+    Console(file=stream).print(drawn)

@@ -1,0 +1,96 @@
+"""Where an attempt stands: the newest number of each kind, fed by its records. No history beyond ten steps."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from areal_hpc.report.text import count, duration, number, percent
+from areal_hpc.telemetry import Record
+
+WINDOW = 10
+"""Steps in a moving mean."""
+RATE_AGE_S = 30.0
+"""An engine that has said nothing for so long no longer counts in the generation rate, in seconds."""
+
+
+class Progress:
+    """What is known of one attempt so far. Every value is None until a record has brought it."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+        self.last_time: float | None = None
+        self.evaluation: Record | None = None
+        self._step: Record | None = None
+        self._rewards: deque[float] = deque(maxlen=WINDOW)
+        self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
+        self._engines: dict[int, Record] = {}
+
+    def feed(self, record: Record) -> None:
+        """Take in one record of any kind; those that say nothing of progress only move ``last_time``."""
+        self.last_time = record.time if self.last_time is None else max(self.last_time, record.time)
+        if record.kind == "step" and (step := record.number("step")) is not None:
+            self._step = record
+            self._times.append((int(step), record.time))
+            if (reward := record.number("reward_mean")) is not None:
+                self._rewards.append(reward)
+        elif record.kind == "evaluation":
+            self.evaluation = record
+        elif record.kind == "generation":
+            self._engines[record.index] = record
+
+    def latest(self, key: str) -> float | None:
+        """``key`` of the newest step."""
+        return None if self._step is None else self._step.number(key)
+
+    @property
+    def step(self) -> int | None:
+        return self._times[-1][0] if self._times else None
+
+    @property
+    def reward_moving(self) -> float | None:
+        """Mean reward of the last ten steps."""
+        return sum(self._rewards) / len(self._rewards) if self._rewards else None
+
+    @property
+    def generation_rate(self) -> float | None:
+        """Tokens each second over all engines that still report."""
+        newest = max((record.time for record in self._engines.values()), default=0.0)
+        rates = [r.number("tokens_per_s") for r in self._engines.values() if newest - r.time <= RATE_AGE_S]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to the last step, at the pace of the last ten."""
+        if self.total_steps is None or not self._times:
+            return None
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        pace = (ended - began) / (last - first) if last > first else self.latest("seconds_step")
+        return None if pace is None else max(0.0, pace * (self.total_steps - last))
+
+    def fields(self) -> dict[str, str]:
+        """Name to text, in the order in which a person wants them; without step and times."""
+        return {
+            "reward": f"{number(self.latest('reward_mean'))} (mean of {WINDOW}: {number(self.reward_moving)})",
+            "evaluation": evaluation_text(self.evaluation),
+            "staleness": f"mean {number(self.latest('staleness_mean'))}, max {number(self.latest('staleness_max'))}",
+            "generation": f"{count(self.generation_rate)} tokens/s",
+            "training": f"{count(self.latest('train_tokens_per_s'))} tokens/s",
+            "ring": f"{percent(self.latest('ring_fill'))} full",
+            "weights": f"version {count(self.latest('version'))}",
+        }
+
+    def step_text(self) -> str:
+        return f"{count(self.step)} of {count(self.total_steps)}"
+
+    def line(self, elapsed_s: float) -> str:
+        """Everything in one line of plain text."""
+        parts = [f"step {self.step_text()}", *(f"{name} {text}" for name, text in self.fields().items())]
+        return " | ".join([*parts, f"elapsed {duration(elapsed_s)}", f"remaining {duration(self.remaining_s)}"])
+
+
+def evaluation_text(evaluation: Record | None) -> str:
+    """The reward of an evaluation and the step it belongs to."""
+    if evaluation is None:
+        return number(None)
+    return f"{number(evaluation.number('reward_mean'))} at step {count(evaluation.number('step'))}"

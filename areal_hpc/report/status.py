@@ -1,0 +1,80 @@
+"""How a run stands, from its files alone: works on any node, while it runs and long after Slurm has forgotten it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.report.files import configuration
+from areal_hpc.report.progress import Progress
+from areal_hpc.report.text import count, duration
+from areal_hpc.telemetry import RecordReader
+
+CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")
+ROLES = ("trainer", "evaluator", "generator")
+"""Whose records tell the status; those of rollout workers are many and say nothing of it."""
+
+
+def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]:
+    """What ``areal-hpc status`` prints, a line each."""
+    attempts = run.all_attempts()
+    if not attempts:
+        return _aligned({"run": run.root.name, "state": "not started"})
+    total_steps = configuration(run).get("trainer", {}).get("total_steps")
+    newest = _progress(attempts[-1], total_steps)
+    told = newest
+    for attempt in reversed(attempts[:-1]):  # a fresh attempt without a step yet: show where the one before came to
+        if told.step is not None:
+            break
+        told = _progress(attempt, total_steps)
+    age = None if newest.last_time is None else max(0.0, now() - newest.last_time)
+    return _aligned(
+        {
+            "run": run.root.name,
+            "state": f"{_state_text(attempts[-1])} (attempt {attempts[-1].epoch})",
+            "step": told.step_text(),
+            **told.fields(),
+            "last record": "-" if age is None else f"{duration(age)} ago",
+            "checkpoints": _checkpoints_text(run),
+        }
+    )
+
+
+def _aligned(rows: Mapping[str, str]) -> list[str]:
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _progress(attempt: AttemptDir, total_steps: int | None) -> Progress:
+    progress = Progress(total_steps)
+    for record in RecordReader(attempt.telemetry, ROLES).poll():
+        progress.feed(record)
+    return progress
+
+
+def _state_text(attempt: AttemptDir) -> str:
+    state: dict[str, Any] | None = read_if_listed(attempt.state)
+    if state is None:
+        return "starting, no state file yet"
+    text = str(state["state"])
+    if text != "running":
+        return text
+    owner = Owner.from_record(state)
+    where = f"process {owner.pid} on {owner.host}"
+    if owner.host != socket.gethostname():
+        return f"running, {where}"
+    if owner.here and owner.lives():
+        return f"running, {where}"
+    return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
+
+
+def _checkpoints_text(run: RunDir) -> str:
+    names = os.listdir(run.checkpoints) if run.checkpoints.is_dir() else []
+    steps = sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
+    return f"{count(len(steps))}, newest of step {steps[-1]}" if steps else "none"

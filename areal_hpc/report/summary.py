@@ -1,0 +1,202 @@
+"""A run in numbers, computed from the records of all its attempts. Pure: records in, ``Summary`` out.
+
+An attempt that resumes from a checkpoint takes back what the one before did after it. So of every step the last attempt
+that made it counts, and an earlier attempt's steps count only up to where a later one began:
+
+    attempt 1   1 2 3 4 5 6 7           checkpoint at 4, killed after 7
+    attempt 2           5 6             killed after 6
+    counted     1 2 3 4 5 6             5 and 6 from attempt 2; 7 is taken back
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.report.progress import WINDOW
+from areal_hpc.telemetry import Record
+
+Series = NDArray[np.float64]
+
+COLUMNS = (
+    "reward_mean",
+    "staleness_mean",
+    "staleness_max",
+    "logprob_gap",
+    "kept_fraction",
+    "clip_fraction",
+    "tokens_trained",
+    "tokens_generated",
+    "seconds_step",
+    "seconds_wait",
+    "seconds_train",
+    "seconds_publish",
+    "seconds_paused",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation: the step it was due at and the mean reward of its answers."""
+
+    step: int
+    reward_mean: float
+    samples: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Everything a report needs. Arrays have one entry for each counted step; NaN is a value that was not recorded."""
+
+    steps: NDArray[np.int64]  # [S], ascending
+    columns: Mapping[str, Series]  # each [S]
+    evaluations: tuple[Evaluation, ...]  # ascending by step
+    attempt_starts: tuple[int, ...]  # first step of each attempt that made one, but the first
+    num_attempts: int
+    num_steps_taken_back: int
+    group_outcomes: Mapping[str, int]
+    outcome: str | None  # how the newest attempt ended, where its launcher said so
+
+    def facts(self) -> dict[str, float | int | str | None]:
+        """The numbers of the summary, by name; None where the records do not tell."""
+        column = self.columns
+        seconds = _total(column["seconds_step"])
+        return {
+            "outcome": self.outcome,
+            "attempts": self.num_attempts,
+            "last_step": int(self.steps[-1]) if self.steps.size else None,
+            "steps_taken_back": self.num_steps_taken_back,
+            **self._reward_facts(),
+            "staleness_mean": _mean(column["staleness_mean"]),
+            "staleness_max": _largest(column["staleness_max"]),
+            "logprob_gap_mean": _mean(column["logprob_gap"]),
+            "kept_fraction_mean": _mean(column["kept_fraction"]),
+            "clip_fraction_mean": _mean(column["clip_fraction"]),
+            "tokens_trained": _total(column["tokens_trained"]),
+            "tokens_generated": _total(column["tokens_generated"]),
+            "seconds": seconds,
+            "tokens_trained_per_s": _ratio(_total(column["tokens_trained"]), seconds),
+            **{
+                f"{part}_share": _ratio(_total(column[f"seconds_{part}"]), seconds)
+                for part in ("wait", "train", "publish", "paused")
+            },
+            **{f"groups_{name}": number for name, number in sorted(self.group_outcomes.items())},
+        }
+
+    def _reward_facts(self) -> dict[str, float | int | None]:
+        rewards = self.columns["reward_mean"]
+        found = self.evaluations
+        best = max(found, key=lambda evaluation: evaluation.reward_mean, default=None)
+        return {
+            "reward_first": _mean(rewards[:WINDOW]),
+            "reward_last": _mean(rewards[-WINDOW:]),
+            "evaluation_first": found[0].reward_mean if found else None,
+            "evaluation_last": found[-1].reward_mean if found else None,
+            "evaluation_best": best.reward_mean if best else None,
+            "evaluation_best_step": best.step if best else None,
+        }
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What of the records has to be kept until all are seen."""
+
+    rows: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)  # (epoch, step) -> COLUMNS
+    evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict)  # step -> (epoch, evaluation)
+    epochs: set[int] = field(default_factory=set)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    ending: tuple[int, str | None] = (-1, None)  # (epoch, last event of its launcher)
+
+    def take(self, record: Record) -> None:
+        self.epochs.add(record.epoch)
+        step = record.number("step")
+        if record.kind == "step" and step is not None:
+            self.rows[record.epoch, int(step)] = tuple(_or_nan(record.number(key)) for key in COLUMNS)
+        elif record.kind == "evaluation" and step is not None:
+            self._take_evaluation(record, int(step))
+        elif record.kind == "group":
+            self.outcomes[str(record.values.get("outcome"))] += 1
+        elif record.kind == "run" and record.epoch >= self.ending[0]:
+            self.ending = (record.epoch, str(record.values.get("event")))
+
+    def _take_evaluation(self, record: Record, step: int) -> None:
+        reward, samples = record.number("reward_mean"), record.number("samples")
+        if reward is not None and self.evaluations.get(step, (-1,))[0] <= record.epoch:
+            found = Evaluation(step=step, reward_mean=reward, samples=None if samples is None else int(samples))
+            self.evaluations[step] = (record.epoch, found)
+
+
+def summarise(records: Iterable[Record]) -> Summary:
+    """The summary of a run from the records of its attempts, in any order."""
+    gathered = _Gathered()
+    for record in records:
+        gathered.take(record)
+    starts = _first_steps(gathered.rows)
+    counted = sorted(
+        (step, epoch)
+        for epoch, step in gathered.rows
+        if all(step < start for later, start in starts.items() if later > epoch)
+    )
+    table = np.array([gathered.rows[epoch, step] for step, epoch in counted], dtype=np.float64)
+    table = table.reshape(len(counted), len(COLUMNS))
+    return Summary(
+        steps=np.array([step for step, _ in counted], dtype=np.int64),
+        columns={key: table[:, place] for place, key in enumerate(COLUMNS)},
+        evaluations=tuple(evaluation for _, (_, evaluation) in sorted(gathered.evaluations.items())),
+        attempt_starts=tuple(start for _, start in sorted(starts.items())[1:]),
+        num_attempts=len(gathered.epochs),
+        num_steps_taken_back=len(gathered.rows) - len(counted),
+        group_outcomes=dict(gathered.outcomes),
+        outcome=gathered.ending[1],
+    )
+
+
+def _first_steps(rows: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The first step of each epoch that made one."""
+    starts: dict[int, int] = {}
+    for epoch, step in rows:
+        starts[epoch] = min(step, starts.get(epoch, step))
+    return starts
+
+
+def moving_mean(values: Series, window: int = WINDOW) -> Series:
+    """Mean of the last ``window`` values at each place [S], of those that are known; NaN where none is."""
+    known = np.isfinite(values)
+    sums = np.cumsum(np.concatenate([np.zeros(1), np.where(known, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([np.zeros(1), known]))
+    start = np.maximum(np.arange(values.size) + 1 - window, 0)
+    end = np.arange(values.size) + 1
+    number = counts[end] - counts[start]
+    return np.where(number > 0, (sums[end] - sums[start]) / np.maximum(number, 1), np.nan)
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _known(values: Series) -> Series:
+    return values[np.isfinite(values)]
+
+
+def _mean(values: Series) -> float | None:
+    known = _known(values)
+    return float(known.mean()) if known.size else None
+
+
+def _largest(values: Series) -> float | None:
+    known = _known(values)
+    return float(known.max()) if known.size else None
+
+
+def _total(values: Series) -> float | None:
+    known = _known(values)
+    return float(known.sum()) if known.size else None
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

@@ -1,0 +1,30 @@
+"""Numbers as a person reads them, in ASCII; a number that is not there is a dash."""
+
+from __future__ import annotations
+
+MISSING = "-"
+
+
+def number(value: float | None) -> str:
+    """Four significant digits: rewards and gaps have any scale and sign."""
+    return MISSING if value is None else f"{value:.4g}"
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands separated."""
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as per cent."""
+    return MISSING if value is None else f"{100 * value:.0f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds: ``1:02:03``, or ``12 d 1:02:03``."""
+    if seconds is None:
+        return MISSING
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days} d {hour}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"

@@ -1,0 +1,155 @@
+"""The trainer: one rank of the training loop.
+
+Rank 0 also owns the ring's reading end, the weight transport and the commits. In the order of a start: the ranks find
+each other, rank 0 says which checkpoint the attempt goes on from, every rank loads it, the ring is read, the engines
+get the weights (which proves the transport before a single token is generated), and only then may workers reserve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc import checkpoint
+from areal_hpc.buffer.epochs import check_fence
+from areal_hpc.fs import wait_for
+from areal_hpc.protocols import TrainerBackend
+from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.wiring import (
+    TrainerSide,
+    join_ranks,
+    load_lineage,
+    make_backend,
+    make_fetch,
+    make_trainer_side,
+)
+from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import WeightVersion
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+def main(process: RoleProcess) -> int:
+    ranks = join_ranks(process)
+    backend = make_backend(process, ranks)
+    parent = _resume(process, ranks, backend)
+    start_step = 0 if parent is None else parent.version.step
+    with asyncio.Runner() as loop_runner:
+        side = make_trainer_side(process, parent) if ranks.leads else None
+        member = Member(process=process, ranks=ranks, backend=backend, side=side, runner=loop_runner)
+        loop = _loop(process, member, start_step)
+        try:
+            loop.announce()
+            member.wait_for_start_evaluation(start_step)
+            finished = loop.run()
+        finally:
+            member.close()
+    return EXIT_DONE if finished else EXIT_STOPPED
+
+
+def _resume(process: RoleProcess, ranks: Ranks, backend: TrainerBackend) -> checkpoint.Checkpoint | None:
+    """Load the newest checkpoint of the surviving history on every rank; None for a fresh start."""
+    found = None
+    if ranks.leads:
+        checkpoint.sweep(process.run, process.epoch)
+        found = checkpoint.newest(process.run, load_lineage(process.run, process.epoch))
+    path = ranks.share(None if found is None else str(found.path))
+    if path is None:
+        log.info("fresh start from %s", process.config.model.path)
+        return None
+    backend.load(path)
+    log.info("resumed from %s", path)
+    return found if ranks.leads else checkpoint.verify(Path(path))
+
+
+def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop:
+    config = process.config
+    return TrainingLoop(
+        epoch=process.epoch,
+        step=start_step,
+        pace=Pace(
+            total_steps=config.trainer.total_steps,
+            checkpoint_every=config.checkpoint.every_steps,
+            max_new_tokens=config.rollout.sampling.max_new_tokens,
+            starve_s=config.limits.starve_s,
+            seed=config.seed,
+        ),
+        algorithm=config.algorithm,
+        ranks=member.ranks,
+        backend=member.backend,
+        fetch=make_fetch(process),
+        reader=None if member.side is None else member.side.reader,
+        publish=member.publish,
+        commit=member.commit,
+        stop_requested=process.stopping,
+        record=process.recorder.record,
+    )
+
+
+class Member:
+    """What the loop calls on this rank: rank 0 acts, the others take part in the collectives."""
+
+    def __init__(
+        self,
+        *,
+        process: RoleProcess,
+        ranks: Ranks,
+        backend: TrainerBackend,
+        side: TrainerSide | None,
+        runner: asyncio.Runner,
+    ) -> None:
+        self.process, self.ranks, self.backend, self.side, self.runner = process, ranks, backend, side, runner
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+        """Bring every engine to ``version``; gathering the weights is collective, so the other ranks walk along."""
+        if self.side is None:
+            for _ in weights:
+                pass
+            return {}
+        return self.runner.run(self.side.transport.publish(version, weights))
+
+    def commit(self, step: int) -> None:
+        """One atomic checkpoint: every rank writes its part, rank 0 the ring's state and the manifest."""
+        if self.side is None:
+            self.backend.save(self.ranks.share(None))
+            self.ranks.barrier()
+            return
+        reader, run = self.side.reader, self.process.run
+        state = {"ring": reader.state_dict(), "fingerprint": self.side.fingerprint}
+        checkpoint.write(
+            run,
+            WeightVersion(self.process.epoch, step),
+            self._save_together,
+            state,
+            layout={"ranks": self.ranks.size},
+            still_leader=lambda: check_fence(run, self.process.epoch),
+        )
+        reader.covered(state["ring"])
+        checkpoint.prune(run, self.process.config.checkpoint.keep)
+
+    def _save_together(self, directory: Path) -> None:
+        self.backend.save(self.ranks.share(str(directory)))
+        self.ranks.barrier()
+
+    def wait_for_start_evaluation(self, start_step: int) -> None:
+        """Let the evaluator measure the weights the run starts from before new ones replace them."""
+        evaluation = self.process.config.evaluation
+        if self.ranks.leads and start_step == 0 and evaluation.every_steps and evaluation.at_start:
+            wait_for(
+                "the evaluation of the start weights",
+                lambda: self.process.stopping() or 0 in self.process.run.evaluated_steps(),
+                self.process.config.limits.start_s,
+                hint=f"look into {self.process.attempt.log('evaluator', 0)}",
+            )
+        self.ranks.barrier()
+
+    def close(self) -> None:
+        if self.side is not None:
+            self.runner.run(self.side.transport.close())

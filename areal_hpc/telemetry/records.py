@@ -1,0 +1,167 @@
+"""Records: the numbers of a run, one JSON line each, in one file for each process.
+
+    role process                                    launcher, report, status
+    ------------                                    ------------------------
+    recorder = Recorder(attempt.records(role, i))   reader = RecordReader(attempt.telemetry)
+    with recorder.span("train"): ...                for record in reader.poll(): ...
+    recorder.record("step", {"step": 7, ...})
+
+A file has one owner and only grows, and every record is one write, so a reader sees whole lines and at most one torn
+line at the end. Nothing here keeps history: a run of a month needs the memory of its last record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.fs import PRIVATE_FILE
+from areal_hpc.telemetry.trackers import Trackers, TrackerSink
+
+log = logging.getLogger(__name__)
+
+Value = float | int | str | None
+"""None stands for a number that is not one: NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one process said at one moment. ``time`` is in seconds since 1970, by the clock of its own host."""
+
+    time: float
+    role: str
+    index: int
+    epoch: int
+    kind: str
+    values: Mapping[str, Value]
+
+    def number(self, key: str) -> float | None:
+        """The value of ``key`` where it is a finite number, else None: no record makes a reader fail."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return float(value)
+
+
+ENVELOPE = ("time", "role", "index", "epoch", "kind")
+
+
+def to_line(record: Record) -> bytes:
+    """One line of JSON in ASCII, newline included."""
+    assert not set(record.values) & set(ENVELOPE), f"a {record.kind} record uses a name of the envelope"
+    envelope = {name: getattr(record, name) for name in ENVELOPE}
+    values = {key: _plain(value) for key, value in record.values.items()}
+    return json.dumps({**envelope, **values}, separators=(",", ":")).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Record | None:
+    """The record in ``line``; None where it holds none (a line torn by a kill, with another appended to it)."""
+    try:
+        values = json.loads(line)
+        envelope = {name: values.pop(name) for name in ENVELOPE}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return Record(**envelope, values=values)
+
+
+def _plain(value: Any) -> Value:
+    """numpy scalars become Python numbers, numbers that are not finite None, anything else its text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+class Recorder:
+    """Writes the records of one process, and hands them to trackers. For one thread of one process.
+
+    Recording never ends a run: a full disk costs the records that did not fit, and says so once; trackers live behind
+    ``Trackers``. A process that is started again in the same attempt goes on in the same file.
+    """
+
+    def __init__(self, path: Path, *, role: str, index: int, epoch: int, sinks: Sequence[TrackerSink] = ()) -> None:
+        self._identity: dict[str, Any] = {"role": role, "index": index, "epoch": epoch}
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        self._torn = os.fstat(self._fd).st_size > 0  # the owner before may have been killed within a line
+        self._failing = False
+        self._spans: dict[str, float] = {}
+        self._trackers = Trackers(sinks)
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write one record; the seconds of spans since the last record join it as ``seconds_<name>``."""
+        spans, self._spans = self._spans, {}
+        record = Record(time=time.time(), kind=kind, values={**spans, **values}, **self._identity)
+        self._append(to_line(record))
+        self._trackers.follow(kind, record.values)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to the next record, also where the inside raises."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"seconds_{name}"
+            self._spans[key] = self._spans.get(key, 0.0) + time.monotonic() - start
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._torn else line
+        try:
+            self._torn = os.write(self._fd, data) < len(data)
+        except OSError as error:
+            self._torn = True
+            if not self._failing:
+                log.warning("cannot write %s (%s); its records are lost until that is mended", self._path, error)
+            self._failing = True
+        else:
+            self._failing = self._torn
+
+    def close(self) -> None:
+        """Hand the rest to the trackers (bounded, see ``Trackers.close``) and close the file."""
+        self._trackers.close()
+        os.close(self._fd)
+
+
+class RecordReader:
+    """Reads the records of one attempt as they come: every file of ``directory``, or those of ``roles`` only.
+
+    Files are opened anew at each poll, which is what makes growth visible on a network file system, and read line by
+    line from where the last poll ended. ``num_damaged`` counts whole lines that hold no record.
+    """
+
+    def __init__(self, directory: Path, roles: Collection[str] = ()) -> None:
+        self._directory = directory
+        self._roles = frozenset(roles)
+        self._offsets: dict[str, int] = {}
+        self.num_damaged = 0
+
+    def poll(self) -> Iterator[Record]:
+        """The records written since the last poll, in order within each file; stops before a torn last line."""
+        for name in sorted(os.listdir(self._directory) if self._directory.is_dir() else ()):
+            if name.endswith(".jsonl") and (not self._roles or name.rpartition("-")[0] in self._roles):
+                yield from self._tail(name)
+
+    def _tail(self, name: str) -> Iterator[Record]:
+        with (self._directory / name).open("rb") as file:  # in binary, lines end at b"\n" and nowhere else
+            file.seek(self._offsets.get(name, 0))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offsets[name] = self._offsets.get(name, 0) + len(line)
+                if (record := from_line(line)) is not None:
+                    yield record
+                elif line.strip():
+                    self.num_damaged += 1

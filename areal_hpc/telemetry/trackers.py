@@ -1,0 +1,177 @@
+"""Trackers: TensorBoard and Weights & Biases, behind a wall that nothing of theirs crosses.
+
+They show only what has a step of its own (``TRACKED``), live in a thread of their own, and are opened there at the
+first number, so that an unreachable server, a missing package or a full disk costs a line in the log and never a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_hpc.config.schema import Sink, TelemetryConfig
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory
+
+log = logging.getLogger(__name__)
+
+TRACKED = frozenset({"step", "evaluation"})
+QUEUE_LENGTH = 1000
+CLOSE_S = 10.0
+
+
+class TrackerSink(Protocol):
+    """One tracker. May raise anything at any time: ``Trackers`` turns it off then."""
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """Feeds sinks from one thread; a sink that raises is turned off, with one line in the log."""
+
+    def __init__(self, sinks: Sequence[TrackerSink]) -> None:
+        self._sinks = list(sinks)
+        self._queue: queue.Queue[tuple[str, int, dict[str, float]] | None] = queue.Queue(QUEUE_LENGTH)
+        self._thread = threading.Thread(target=self._feed, name="trackers", daemon=True)
+        self._num_lost = 0
+        if self._sinks:
+            self._thread.start()
+
+    def follow(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Pass on what a tracker shows: finite numbers of a tracked kind, at their step. Never blocks."""
+        if kind not in TRACKED or not self._thread.is_alive() or not isinstance(values.get("step"), int):
+            return
+        numbers = {key: float(value) for key, value in values.items() if _is_finite(value)}
+        try:
+            self._queue.put_nowait((kind, values["step"], numbers))
+        except queue.Full:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                log.warning(
+                    "the trackers are %d records behind; they miss what comes until they catch up", QUEUE_LENGTH
+                )
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Let the trackers finish what they were given, for at most ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            log.warning(
+                "the trackers did not take their last records within %g s; the JSONL files have them", timeout_s
+            )
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("the trackers did not close within %g s; the JSONL files have every record", timeout_s)
+
+    def _feed(self) -> None:
+        while (item := self._queue.get()) is not None:
+            kind, step, values = item
+            for sink in tuple(self._sinks):
+                self._guard(sink, partial(sink.write, kind, step, values))
+        for sink in tuple(self._sinks):
+            self._guard(sink, sink.close)
+
+    def _guard(self, sink: TrackerSink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a tracker may raise anything, and none of it may reach the run
+            log.warning("%s is off from here on: %s: %s", type(sink).__name__, type(error).__name__, error)
+            self._sinks.remove(sink)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def open_sinks(config: TelemetryConfig, run: RunDir) -> list[TrackerSink]:
+    """The sinks that ``config`` names, none of them opened yet."""
+    rows: dict[Sink, Callable[[], TrackerSink]] = {
+        Sink.TENSORBOARD: lambda: TensorBoardSink(run.trackers / "tensorboard"),
+        Sink.WANDB: lambda: WandbSink(run.trackers, name=run.root.name, mode=config.wandb_mode),
+    }
+    return [rows[sink]() for sink in config.sinks]
+
+
+class TensorBoardSink:
+    """Event files in ``directory``, written by the tensorboard package itself (no torch).
+
+    The first event of an attempt is a session start at its step: TensorBoard then forgets what an earlier attempt
+    wrote from that step on, which the rollback took back.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._writer is None:
+            self._writer = EventFileWriter(str(make_private_directory(self._directory)))
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+        scalars = [Summary.Value(tag=f"{kind}/{key}", simple_value=value) for key, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, offline unless ``mode`` says otherwise; every attempt goes on in the same one.
+
+    Each kind has its own step axis, so that a repeated step after a rollback and a late evaluation are both welcome
+    (wandb's own step may only grow). Configuration is not sent: a value changed on resume is refused there.
+    """
+
+    def __init__(self, directory: Path, *, name: str, mode: str) -> None:
+        self._directory, self._name, self._mode = directory, name, mode
+        self._run: Any = None
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            self._run = self._open()
+        self._run.log({f"{kind}/{key}": value for key, value in values.items()} | {f"{kind}/step": step})
+
+    def _open(self) -> Any:
+        import wandb
+
+        make_private_directory(self._directory)
+        run = wandb.init(
+            project="areal-hpc",
+            name=self._name,
+            id=self._run_id(),
+            resume="allow",
+            mode=self._mode,
+            dir=str(self._directory),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+        for kind in sorted(TRACKED):
+            run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        return run
+
+    def _run_id(self) -> str:
+        """The id that the first attempt chose and wrote down, so that a resumed run goes on in the same curves."""
+        path = self._directory / "wandb-run-id"
+        create_exclusive(path, f"{self._name}-{time.time_ns():x}".encode())
+        return path.read_text(encoding="utf-8")
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

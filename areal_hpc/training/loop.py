@@ -1,0 +1,217 @@
+"""The trainer's loop: claim, prepare, update, publish, release, commit.
+
+Rank 0 alone claims, publishes and commits; every rank reads its own share of the bytes, computes, and takes part in the
+collectives. Whoever waits for whom:
+
+    reader.claim     waits for rollout workers to seal groups          (limit: starve_s, message from the ring)
+    publish          waits for every engine to load the new weights    (limit inside the transport)
+    ranks.share      waits for rank 0                                  (limit: the process group's time-out)
+
+A stop request is looked at wherever the loop waits and at every step's edge, and agreed on by all ranks first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from areal_hpc.algorithms.advantages import AdvantageInputs
+from areal_hpc.algorithms.table import find
+from areal_hpc.config.schema import AlgorithmConfig
+from areal_hpc.errors import CorruptRecord, WaitTimeout
+from areal_hpc.protocols import RolloutReader, TrainerBackend
+from areal_hpc.training.batching import pack, plan_step
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import Batch, Drop, GroupRef, Trajectory, TrajectoryGroup, WeightVersion
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+CLAIM_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How far the loop goes and how long it waits."""
+
+    total_steps: int
+    checkpoint_every: int
+    max_new_tokens: int
+    starve_s: float
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingLoop:
+    """One rank's loop. ``publish``, ``release`` and ``commit`` are called on rank 0 with effect, elsewhere in step."""
+
+    epoch: int
+    step: int
+    """Optimizer steps done: the version of the weights the backend holds."""
+    pace: Pace
+    algorithm: AlgorithmConfig
+    ranks: Ranks
+    backend: TrainerBackend
+    fetch: Callable[[GroupRef], TrajectoryGroup]
+    reader: RolloutReader | None
+    """The ring's trainer end; on rank 0 only."""
+    publish: Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
+    commit: Callable[[int], None]
+    stop_requested: Callable[[], bool]
+    record: Callable[[str, Mapping[str, Any]], None]
+    clock: Callable[[], float] = time.monotonic
+    seconds: dict[str, float] = field(default_factory=dict)
+    committed: int = -1
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.epoch, self.step)
+
+    def run(self) -> bool:
+        """Train until ``total_steps``; False when a stop request ended it. Either way the last step is committed."""
+        while self.step < self.pace.total_steps:
+            began = self.clock()
+            with_groups = self.claim()
+            if with_groups is None:
+                self.save()
+                return False
+            minibatches = self.prepare(with_groups)
+            stats = self.update(minibatches)
+            self.step += 1
+            self.announce()
+            self.tell(with_groups, minibatches, stats, self.clock() - began)
+            if self.step % self.pace.checkpoint_every == 0:
+                self.save()
+        self.save()
+        return True
+
+    def claim(self) -> list[GroupRef] | None:
+        """The step's groups, the same on every rank; None when the run is to stop."""
+        began = self.clock()
+        refs = self._wait_for_groups() if self.reader is not None else None
+        shared = self.ranks.share(None if refs is None else [ref.record() for ref in refs])
+        stop = self.ranks.any(self.stop_requested())
+        self.seconds["wait"] = self.clock() - began
+        return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
+
+    def _wait_for_groups(self) -> list[GroupRef] | None:
+        assert self.reader is not None
+        deadline = self.clock() + self.pace.starve_s
+        while not self.stop_requested():
+            if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
+                return refs
+            if self.clock() > deadline:
+                waited = f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch"
+                raise WaitTimeout(f"{waited}: {self.reader.waiting_for()}; raise limits.starve_s if that is normal")
+            time.sleep(CLAIM_POLL_S)
+        return None
+
+    def prepare(self, refs: Sequence[GroupRef]) -> list[Batch]:
+        """This rank's minibatches with advantages and proximal log-probs."""
+        owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
+        advantages = find(self.algorithm.name).advantages(
+            advantage_inputs(refs, self.pace.max_new_tokens), self.algorithm
+        )
+        plan = plan_step(
+            lengths=[length for ref in refs for length in ref.lengths],
+            generated=[count for ref in refs for count in ref.generated],
+            num_minibatches=self.algorithm.minibatches,
+            num_ranks=self.ranks.size,
+            seed=self.pace.seed + self.step,
+        )
+        mine = [minibatch[self.ranks.rank] for minibatch in plan]
+        groups = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
+        minibatches = []
+        for share in mine:
+            readable = [index for index in share if owners[index][0] in groups]
+            trajectories: list[Trajectory] = [
+                groups[group].trajectories[place] for group, place in (owners[index] for index in readable)
+            ]
+            batch = pack(trajectories, np.asarray(advantages)[readable])
+            minibatches.append(batch.with_proximal(self.backend.logprobs(batch)))
+        return minibatches
+
+    def _fetch(self, refs: Sequence[GroupRef], needed: Sequence[int]) -> dict[int, TrajectoryGroup]:
+        """The needed groups that are readable everywhere; a damaged one is left out on all ranks and issued again."""
+        groups: dict[int, TrajectoryGroup] = {}
+        damaged = np.zeros(len(refs), dtype=np.bool_)
+        for index in needed:
+            try:
+                groups[index] = self.fetch(refs[index])
+            except CorruptRecord as error:
+                log.warning("left out of step %d: %s", self.step + 1, error)
+                damaged[index] = True
+        damaged = self.ranks.any_each(damaged)
+        for index in np.flatnonzero(damaged).tolist():
+            groups.pop(index, None)
+            if self.reader is not None:
+                self.reader.discard(refs[index], Drop.CORRUPT)
+        return groups
+
+    def update(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
+        began = self.clock()
+        stats = self.backend.train_step(minibatches)
+        self.seconds["train"] = self.clock() - began
+        return stats
+
+    def announce(self) -> None:
+        """New weights to every engine, then the slots of the step back to the workers."""
+        began = self.clock()
+        moved = self.publish(self.step, self.backend.weights())
+        if self.reader is not None:
+            self.reader.release(self.version)
+        self.seconds["publish"] = self.clock() - began
+        self.seconds["paused"] = moved.get("paused_s", 0.0)
+
+    def save(self) -> None:
+        """One atomic commit of all state, unless this step already has one."""
+        if self.committed != self.step:
+            self.commit(self.step)
+            self.committed = self.step
+
+    def tell(
+        self, refs: Sequence[GroupRef], minibatches: Sequence[Batch], stats: Mapping[str, float], seconds: float
+    ) -> None:
+        """The step's record, on rank 0."""
+        if self.reader is None:
+            return
+        ring = self.reader.stats()
+        trained = sum(sum(ref.lengths) for ref in refs)
+        busy = self.seconds["train"] + 1e-9
+        rewards = [reward for ref in refs for reward in ref.rewards]
+        self.record(
+            "step",
+            {
+                "step": self.step,
+                "version": self.step,
+                "reward_mean": float(np.mean(rewards)),
+                "reward_std": float(np.std(rewards)),
+                "tokens_trained": trained,
+                "tokens_generated": sum(sum(ref.generated) for ref in refs),
+                "train_tokens_per_s": trained / busy,
+                "seconds_step": seconds,
+                **{f"seconds_{name}": value for name, value in self.seconds.items()},
+                **{f"ring_{name}": value for name, value in ring.items()},
+                **stats,
+            },
+        )
+
+
+def advantage_inputs(refs: Sequence[GroupRef], max_new_tokens: int) -> AdvantageInputs:
+    """What the advantage functions need of a claim, one entry a trajectory [N], from its metadata alone."""
+    sizes = [len(ref.rewards) for ref in refs]
+    return AdvantageInputs(
+        rewards=np.array([r for ref in refs for r in ref.rewards], dtype=np.float64),
+        groups=np.repeat(np.arange(len(refs)), sizes),
+        generated=np.array([n for ref in refs for n in ref.generated], dtype=np.int64),
+        truncated=np.array([t for ref in refs for t in ref.truncated], dtype=np.bool_),
+        episodes=np.array([e for ref in refs for e in ref.episodes], dtype=np.int64),
+        max_new_tokens=max_new_tokens,
+    )

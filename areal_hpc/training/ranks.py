@@ -1,0 +1,62 @@
+"""The trainer's ranks as one: share a plan, agree on a flag, meet at a barrier.
+
+Control travels as JSON bytes over the ranks' own process group, never as pickles. With one rank everything is local and
+torch.distributed is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Ranks:
+    """``group`` is None for a trainer of one process. ``device`` is where the group's collectives run."""
+
+    def __init__(self, group: ProcessGroup | None = None, device: str = "cpu") -> None:
+        self.group = group
+        self.device = device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, the only one that claims, publishes and commits."""
+        return self.rank == 0
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank; it must be JSON data. The others' argument is ignored."""
+        if self.group is None:
+            return value
+        data = json.dumps(value).encode() if self.leads else b""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        buffer = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        if self.leads:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, group=self.group, group_src=0)
+        return value if self.leads else json.loads(bytes(buffer.cpu().numpy()))
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on at least one rank."""
+        return bool(self.any_each(np.array([flag]))[0])
+
+    def any_each(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Elementwise ``any`` of a bool array [N] over all ranks."""
+        if self.group is None:
+            return flags
+        raised = torch.from_numpy(flags.astype(np.int32)).to(self.device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.group)
+        return raised.cpu().numpy().astype(np.bool_)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.any(False)

@@ -1,0 +1,150 @@
+"""Settings that cannot work are refused, with the key's name; settings from the papers are not."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from areal_hpc.algorithms.checks import NAMES, check_algorithm, check_overlong, check_rejection
+from areal_hpc.algorithms.table import ALGORITHMS, find
+from areal_hpc.config.schema import (
+    Aggregation,
+    AlgorithmConfig,
+    Level,
+    Metric,
+    NormConfig,
+    OverlongConfig,
+    ProximalMethod,
+    RejectionAction,
+    RejectionConfig,
+    RejectionLevel,
+)
+from areal_hpc.errors import ConfigError
+
+NO_NORM = NormConfig(mean=Level.NONE, std=Level.NONE)
+DR_GRPO = AlgorithmConfig(reward_norm=NormConfig(mean=Level.GROUP, std=Level.NONE))
+
+GOOD = {
+    "defaults": AlgorithmConfig(),
+    "dr_grpo": DR_GRPO,
+    "rloo": AlgorithmConfig(reward_norm=NormConfig(std=Level.NONE, leave_one_out=True)),
+    "lite_ppo": AlgorithmConfig(reward_norm=NormConfig(std=Level.BATCH)),
+    "dapo": AlgorithmConfig(clip_high=0.28, overlong=OverlongConfig(tokens=128)),
+    "icepop": AlgorithmConfig(rejection_sampling=RejectionConfig(lower=0.5, upper=5.0)),
+    "kpop": AlgorithmConfig(rejection_sampling=RejectionConfig(metric=Metric.BINARY_KL, upper=2.0)),
+    "batch adv_norm": AlgorithmConfig(adv_norm=NormConfig(mean=Level.BATCH, std=Level.BATCH)),
+    "dual clip": AlgorithmConfig(dual_clip=3.0),
+    "loglinear": AlgorithmConfig(proximal=ProximalMethod.LOGLINEAR),
+}
+
+BAD_ALGORITHM = {
+    "algorithm.name": AlgorithmConfig(name="grop"),
+    "algorithm.reward_scale": AlgorithmConfig(reward_scale=0.0),
+    "algorithm.reward_clip": AlgorithmConfig(reward_clip=0.0),
+    "algorithm.overlong": AlgorithmConfig(overlong=OverlongConfig(tokens=4, factor=-1.0)),
+    "algorithm.overlong.factor": AlgorithmConfig(overlong=OverlongConfig(tokens=0, factor=0.5)),
+    "algorithm.reward_norm.eps": AlgorithmConfig(reward_norm=NormConfig(eps=-1.0)),
+    "algorithm.reward_norm.leave_one_out": AlgorithmConfig(reward_norm=replace(NO_NORM, leave_one_out=True)),
+    "algorithm.reward_norm.unbiased": AlgorithmConfig(reward_norm=NormConfig(std=Level.NONE, unbiased=False)),
+    "algorithm.adv_norm.eps": AlgorithmConfig(adv_norm=replace(NO_NORM, eps=0.1)),
+    "algorithm.adv_norm": AlgorithmConfig(adv_norm=NormConfig(mean=Level.GROUP, std=Level.NONE)),
+    "algorithm.clip_low": AlgorithmConfig(clip_low=1.5),
+    "clip_high": AlgorithmConfig(clip_high=0.0),
+    "algorithm.dual_clip": AlgorithmConfig(dual_clip=1.0),
+    "algorithm.proximal": AlgorithmConfig(dual_clip=3.0, proximal=ProximalMethod.REUSE),
+    "algorithm.rejection_sampling.upper": AlgorithmConfig(rejection_sampling=RejectionConfig(upper=None)),
+}
+
+KEY = "algorithm.rejection_sampling"
+BAD_REJECTION = [
+    (f"{KEY}.upper", RejectionConfig(upper=None)),
+    (f"{KEY}.upper", RejectionConfig(lower=0.0, upper=None)),
+    (f"{KEY}.upper", RejectionConfig(upper=math.nan)),
+    (f"{KEY}.upper", RejectionConfig(upper=math.inf)),
+    (f"{KEY}.lower", RejectionConfig(lower=-math.inf)),
+    (f"{KEY}.lower", RejectionConfig(lower=6.0, upper=5.0)),
+    (f"{KEY}.lower", RejectionConfig(lower=-0.5)),
+    (f"{KEY}.lower", RejectionConfig(lower=2.0)),
+    (f"{KEY}.upper", RejectionConfig(upper=0.9)),
+    (f"{KEY}.lower", RejectionConfig(metric=Metric.KL_K3, lower=0.1)),
+    (f"{KEY}.upper", RejectionConfig(metric=Metric.KL_K1, lower=-2.0, upper=-1.0)),
+    (f"{KEY}.upper", RejectionConfig(metric=Metric.BINARY_KL, upper=-1.0)),
+    (f"{KEY}.action", RejectionConfig(metric=Metric.KL_K2, action=RejectionAction.CLAMP)),
+    (f"{KEY}.agg", RejectionConfig(level=RejectionLevel.TOKEN, agg=Aggregation.MAX)),
+]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_settings_of_the_papers_pass(name: str) -> None:
+    check_algorithm(GOOD[name], group_size=8, max_staleness=4)
+
+
+@pytest.mark.parametrize("key", BAD_ALGORITHM)
+def test_a_setting_that_cannot_work_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        check_algorithm(BAD_ALGORITHM[key], group_size=8, max_staleness=4)
+
+
+@pytest.mark.parametrize(("key", "config"), BAD_REJECTION)
+def test_a_band_that_does_nothing_or_leaves_agreement_out_is_refused(key: str, config: RejectionConfig) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        check_rejection(config)
+
+
+@pytest.mark.parametrize("config", [AlgorithmConfig(), DR_GRPO, GOOD["rloo"]])
+def test_E14_a_group_of_one_would_train_on_nothing(config: AlgorithmConfig) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.group_size = 1"):
+        check_algorithm(config, group_size=1, max_staleness=0)
+    check_algorithm(replace(config, reward_norm=NO_NORM), group_size=1, max_staleness=0)
+
+
+def test_E14_a_batch_of_one_would_train_on_nothing() -> None:
+    batch_mean = NormConfig(mean=Level.BATCH, std=Level.NONE)
+    for config in (AlgorithmConfig(reward_norm=batch_mean), AlgorithmConfig(reward_norm=NO_NORM, adv_norm=batch_mean)):
+        check_algorithm(config, group_size=1, max_staleness=0)
+        with pytest.raises(ConfigError, match="groups_per_step"):
+            check_algorithm(replace(config, groups_per_step=1), group_size=1, max_staleness=0)
+
+
+def test_E26_stale_data_without_a_correction_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.max_staleness = 1"):
+        check_algorithm(AlgorithmConfig(decoupled=False), group_size=8, max_staleness=1)
+    check_algorithm(AlgorithmConfig(decoupled=False), group_size=8, max_staleness=0)
+
+
+def test_a_correction_that_nothing_reads_is_refused() -> None:
+    config = AlgorithmConfig(decoupled=False, rejection_sampling=RejectionConfig(upper=2.0))
+    with pytest.raises(ConfigError, match=r"algorithm\.rejection_sampling does nothing"):
+        check_algorithm(config, group_size=8, max_staleness=0)
+
+
+def test_reuse_without_a_correction_is_for_one_minibatch() -> None:
+    config = AlgorithmConfig(decoupled=False, proximal=ProximalMethod.REUSE, minibatches=2)
+    with pytest.raises(ConfigError, match=r"algorithm\.proximal = reuse"):
+        check_algorithm(config, group_size=8, max_staleness=0)
+    check_algorithm(replace(config, minibatches=1), group_size=8, max_staleness=0)
+
+
+def test_a_penalty_zone_wider_than_the_answer_is_refused() -> None:
+    check_overlong(OverlongConfig(tokens=512), 512)
+    with pytest.raises(ConfigError, match=r"algorithm\.overlong\.tokens = 513"):
+        check_overlong(OverlongConfig(tokens=513), 512)
+
+
+def test_the_names_that_are_checked_are_the_names_in_the_table() -> None:
+    assert tuple(ALGORITHMS) == NAMES
+    assert all(find(name).name == name for name in NAMES)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no 'gropo'; use grpo"):
+        find("gropo")
+
+
+def test_checks_need_no_torch() -> None:
+    code = "import sys, areal_hpc.algorithms.checks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

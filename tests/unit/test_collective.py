@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from areal_hpc.collective import bracketed, device_for, host_store, join_group, leave_group, unbracketed
+from areal_hpc.errors import ConfigError
+from areal_hpc.types import GroupAddress
+
+SPAWN = multiprocessing.get_context("spawn")
+LIMIT_S = 60.0
+
+
+def receive(addresses: list[GroupAddress], size: int, pipe: Connection) -> None:
+    """An engine's side: join each group in turn, take one broadcast, leave."""
+    for address in addresses:
+        group = join_group(address, 1, LIMIT_S)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(buffer, group=group, group_src=0)
+        pipe.send(buffer.tolist())
+        leave_group(group)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"], ids=["ipv4", "A16 ipv6", "A16 ipv6 in brackets"])
+def test_a_broadcast_reaches_the_other_process(host: str) -> None:
+    """Two memberships on one store, one after the other: a fresh name each (D21)."""
+    store = host_store(host, timeout_s=LIMIT_S)
+    addresses = [
+        GroupAddress(host=host, port=store.port, name=f"w-{host}-{k}", world_size=2, backend="gloo") for k in range(2)
+    ]
+    ours, theirs = SPAWN.Pipe()
+    engine = SPAWN.Process(target=receive, args=(addresses, 4, theirs))
+    engine.start()
+    for k, address in enumerate(addresses):
+        group = join_group(address, 0, LIMIT_S, store)
+        dist.broadcast(torch.tensor([1, 2, 3, k], dtype=torch.uint8), group=group, group_src=0)
+        assert ours.poll(LIMIT_S)
+        assert ours.recv() == [1, 2, 3, k]
+        leave_group(group)
+    engine.join(LIMIT_S)
+    assert engine.exitcode == 0
+
+
+def test_a_member_that_does_not_come_ends_the_join_in_time() -> None:
+    store = host_store(timeout_s=1)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="w-alone", world_size=2, backend="gloo")
+    with pytest.raises((dist.DistError, RuntimeError)):
+        join_group(address, 0, 1, store)
+
+
+def test_the_store_listens_on_the_named_host_only() -> None:
+    store = host_store("127.0.0.1", timeout_s=5)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+
+def test_A16_brackets_are_put_once_and_taken_off() -> None:
+    assert bracketed("2001:db8::1") == bracketed("[2001:db8::1]") == "[2001:db8::1]"
+    assert bracketed("node-7") == "node-7"
+    assert unbracketed("[2001:db8::1]") == "2001:db8::1"
+    assert unbracketed("10.0.0.1") == "10.0.0.1"
+
+
+def test_each_backend_names_its_device() -> None:
+    assert [device_for(backend).name for backend in ("gloo", "nccl", "hccl")] == ["cpu", "cuda", "npu"]
+    with pytest.raises(ConfigError, match="smoke"):
+        device_for("smoke")
