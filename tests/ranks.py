@@ -17,7 +17,7 @@ TIMEOUT_S = 120.0
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(group, *args)`` on every rank: what each returned, by rank. An exception on any rank comes back here."""
+    """``function(group, *args)`` on every rank: what each returned, by rank. Raises what any rank raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.auto", "tests.ranks"])
     with tempfile.TemporaryDirectory() as store, ProcessPoolExecutor(num_ranks, mp_context=context) as pool:

@@ -85,7 +85,7 @@ def one_update(group: ProcessGroup | None, path: Path, budget: int, saved: Path)
 
 
 @pytest.mark.parametrize(("num_ranks", "budget"), [(2, 1), (3, 48), (3, 10_000)])
-def test_E8_any_number_of_ranks_makes_the_same_gradient(  # noqa: N802
+def test_E8_any_number_of_ranks_makes_the_same_gradient(
     model: Path, tmp_path: Path, num_ranks: int, budget: int
 ) -> None:
     expected, _ = one_update(None, model, 10_000, tmp_path / "one")
@@ -111,7 +111,7 @@ def odd_shares(group: ProcessGroup, path: Path) -> dict[str, float]:
     return dict(backend.train_step([first, batch.select([6]), third, batch.select([3 + rank])]))
 
 
-def test_E17_an_empty_share_and_a_broken_one_are_the_same_decision_on_all_ranks(model: Path) -> None:  # noqa: N802
+def test_E17_an_empty_share_and_a_broken_one_are_the_same_decision_on_all_ranks(model: Path) -> None:
     one, other = run_ranks(2, odd_shares, model)
     assert one == pytest.approx(other, nan_ok=True)
     assert (one["updates"], one["skipped_empty"], one["skipped_nonfinite"]) == (2.0, 1.0, 1.0)
@@ -133,7 +133,7 @@ def train_and_save(group: ProcessGroup | None, path: Path, steps: int, saved: Pa
     return loaded, digest(backend), dict(stats), float(torch.rand(()))
 
 
-def test_C35_a_checkpoint_of_two_ranks_loads_on_one_and_on_three(model: Path, tmp_path: Path) -> None:  # noqa: N802
+def test_C35_a_checkpoint_of_two_ranks_loads_on_one_and_on_three(model: Path, tmp_path: Path) -> None:
     saved = run_ranks(2, train_and_save, model, 2, tmp_path / "two", None)
     again = run_ranks(2, train_and_save, model, 0, None, tmp_path / "two")
     one = train_and_save(None, model, 2, None, tmp_path / "two")

@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("updates", [0, 2])
-def test_C9_moments_survive_a_restart(dtype: torch.dtype, updates: int) -> None:  # noqa: N802
+def test_C9_moments_survive_a_restart(dtype: torch.dtype, updates: int) -> None:
     def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()

@@ -144,7 +144,7 @@ def test_gradients_equal_the_formula_in_float64(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize(("budget", "order"), [(1, [0, 1, 2, 3, 4]), (40, [4, 2, 0, 3, 1]), (10_000, [3, 4, 1, 0, 2])])
-def test_E8_gradients_do_not_depend_on_packing(qwen3: Path, tmp_path: Path, budget: int, order: list[int]) -> None:  # noqa: N802
+def test_E8_gradients_do_not_depend_on_packing(qwen3: Path, tmp_path: Path, budget: int, order: list[int]) -> None:
     batch, found = random_batch(), []
     for part, tokens in ((batch, 64), (batch.select(order), budget)):
         backend = make(qwen3, trainer=replace(TRAINER, tokens_per_microbatch=tokens))
@@ -185,7 +185,7 @@ def test_statistics_are_those_of_the_batch(qwen3: Path) -> None:
     assert stats["staleness"] == 0.0
 
 
-def test_E17_a_batch_without_a_trainable_token_is_skipped_and_counted(qwen3: Path) -> None:  # noqa: N802
+def test_E17_a_batch_without_a_trainable_token_is_skipped_and_counted(qwen3: Path) -> None:
     backend, batch = make(qwen3), random_batch()
     before = digest(backend)
     nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask), proximal=np.zeros_like(batch.behaviour))
@@ -213,7 +213,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_the_next_one_applied(qwen3
 
 
 @pytest.mark.parametrize("ratio", [-1000.0, 1000.0, -math.inf, math.inf, math.nan])
-def test_E6_a_broken_ratio_with_zero_advantage_keeps_the_update_finite(qwen3: Path, ratio: float) -> None:  # noqa: N802
+def test_E6_a_broken_ratio_with_zero_advantage_keeps_the_update_finite(qwen3: Path, ratio: float) -> None:
     backend, batch = make(qwen3), random_batch()
     proximal = backend.logprobs(batch)
     place = int(np.flatnonzero(batch.loss_mask)[3])
@@ -239,7 +239,7 @@ def test_training_twice_from_the_same_start_gives_the_same_bits(qwen3: Path) -> 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", list(Dtype))
-def test_D6_weights_have_the_names_shapes_and_values_of_the_checkpoint(  # noqa: N802
+def test_D6_weights_have_the_names_shapes_and_values_of_the_checkpoint(
     tmp_path: Path, family: str, dtype: Dtype
 ) -> None:
     path = small_model(tmp_path / family, family)
@@ -270,7 +270,7 @@ def states(directory: Path) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))
-def test_C9_C32_a_loaded_backend_is_the_saved_one_and_goes_on_as_it_would_have(  # noqa: N802
+def test_C9_C32_a_loaded_backend_is_the_saved_one_and_goes_on_as_it_would_have(
     qwen3: Path, tmp_path: Path, dtype: Dtype
 ) -> None:
     trainer = replace(TRAINER, optimizer=replace(OPTIMIZER, schedule=Schedule.COSINE, warmup_steps=2))
@@ -291,9 +291,7 @@ def test_C9_C32_a_loaded_backend_is_the_saved_one_and_goes_on_as_it_would_have( 
     assert digest(restored) == digest(backend)
 
 
-def test_C33_random_streams_are_restored_last(  # noqa: N802
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C33_random_streams_are_restored_last(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -335,7 +333,7 @@ def test_an_export_is_a_complete_hugging_face_directory(qwen3: Path, tmp_path: P
     assert "lm_head.weight" not in load_file(target / "model.safetensors")
 
 
-def test_B12_nothing_is_ever_written_into_the_model_directory(tmp_path: Path) -> None:  # noqa: N802
+def test_B12_nothing_is_ever_written_into_the_model_directory(tmp_path: Path) -> None:
     path = small_model(tmp_path / "qwen3")
     before = {p.name: p.stat().st_mtime_ns for p in (path, *path.iterdir())}
     backend = make(path)
