@@ -162,9 +162,8 @@ class BroadcastTransport:
         await asyncio.wait(calls)
         reasons = {target.name: str(task.exception()) for task, target in calls.items() if task.exception()}
         silent = await self.membership.failures("leave its group", self._leave)
-        return {name: reasons.get(name, why) for name, why in silent.items()} or {
-            t.name: reasons[t.name] for t in first
-        }
+        guilty = silent or {target.name: "" for target in first}
+        return {name: reasons.get(name, why) for name, why in guilty.items()}
 
     async def _leave(self, target: WeightTarget) -> None:
         await target.leave(self._name)
@@ -181,11 +180,12 @@ async def _in_thread(what: str, ours: Callable[[], None]) -> None:
     """Rank 0's part of an operation.
 
     Raises:
-        WeightUpdateError: it failed. Without the cause: its traceback would keep the group, and so its connections, open.
+        WeightUpdateError: it failed. The cause is left out: its traceback would keep the group's connections open.
     """
+    reason = ""
     try:
         await asyncio.to_thread(ours)
-        return
     except RuntimeError as error:
         reason = f"rank 0 could not {what} with the engines: {error}"
-    raise WeightUpdateError(reason)
+    if reason:
+        raise WeightUpdateError(reason)

@@ -94,7 +94,6 @@ class DiskTransport:
         """The version's directory, complete, and its size in bytes."""
         name = f"v{version:08d}.e{self._epoch:08d}.{next(self._count)}"
         hidden = self._directory / f".{name}{UNFINISHED}"
-        shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(mode=0o700)
         files = {}
         for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu"), start=1):
@@ -103,7 +102,7 @@ class DiskTransport:
             files[file.name] = _describe(file, bucket)
         publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
         place = self._directory / name
-        os.rename(hidden, place)
+        hidden.rename(place)
         fsync_directory(self._directory)
         return place, sum(entry["bytes"] for entry in files.values())
 
