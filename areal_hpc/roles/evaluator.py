@@ -37,7 +37,7 @@ def due(version: int, config: EvaluationConfig, total_steps: int, done: set[int]
     steps = {0} if config.at_start else set()
     steps |= set(range(config.every_steps, total_steps + 1, config.every_steps)) | {total_steps}
     reached = max((step for step in steps if step <= version), default=None)
-    return None if reached is None or done and max(done) >= reached else reached
+    return None if reached is None or (done and max(done) >= reached) else reached
 
 
 def main(process: RoleProcess) -> int:

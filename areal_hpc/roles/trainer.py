@@ -122,7 +122,7 @@ class Member:
             self.ranks.barrier()
             return
         reader, run = self.side.reader, self.process.run
-        state = {"ring": reader.state_dict(), "fingerprint": self.side.fingerprint}
+        state = {"ring": reader.state_dict(), "prompts": dict(self.side.identity)}
         checkpoint.write(
             run,
             WeightVersion(self.process.epoch, step),

@@ -12,18 +12,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc.buffer.control import read_control
+from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.reader import RingReader
+from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.checks import ring_capacity
 from areal_hpc.config.schema import Config, EngineName, SamplingConfig, TrainerBackendName, TransportName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import ConfigError, DataError
-from areal_hpc.generation.client import EngineClient
-from areal_hpc.generation.connection import Limits
+from areal_hpc.fs import RunDir
+from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, check_identity, first_prompts, open_dataset, stream_identity
 from areal_hpc.protocols import Generator, Renderer, RolloutReader, TrainerBackend, WeightTransport, Workflow
@@ -31,9 +33,12 @@ from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, Prompt, Sampling
+from areal_hpc.types import GroupAddress, GroupRef, Prompt, Sampling, TrajectoryGroup, WeightVersion
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
+
+if TYPE_CHECKING:
+    from areal_hpc.generation.embedded.engine import EmbeddedEngine
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +57,9 @@ def dotted(path: str, key: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path") from error
+        raise ConfigError(
+            f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path"
+        ) from error
 
 
 def make_model(config: Config) -> None:
@@ -85,8 +92,19 @@ def sampling_of(config: SamplingConfig, temperature: float | None = None) -> Sam
 # Engines and their clients
 
 
-def make_engine(process: RoleProcess) -> Any:
-    """This replica's engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """One engine replica as its role process sees it."""
+
+    url: str
+    alive: Callable[[], bool]
+    load: Callable[[], Mapping[str, Any]]
+    """Sequences running and queued, tokens sampled so far."""
+
+
+@asynccontextmanager
+async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
+    """This replica's engine, answering HTTP on loopback.
 
     Raises:
         ConfigError: the engine is not one that this version starts.
@@ -95,8 +113,9 @@ def make_engine(process: RoleProcess) -> Any:
     if config.generation.backend is not EngineName.EMBEDDED:
         raise ConfigError(f"generation.backend: {config.generation.backend} cannot be started yet; use embedded")
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
+    from areal_hpc.generation.embedded.server import start_server
 
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         config.model.path,
         dtype=config.model.dtype,
         max_running=config.generation.max_running,
@@ -106,6 +125,23 @@ def make_engine(process: RoleProcess) -> Any:
         version="0",
         update_timeout_s=config.limits.weight_update_s,
     )
+    engine.start()
+    url, server = await start_server(engine, token=process.token)
+    try:
+        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
+    finally:
+        await server.cleanup()
+        engine.close()
+
+
+def _load(engine: EmbeddedEngine) -> dict[str, Any]:
+    stats = engine.scheduler.stats()
+    return {
+        "version": int(engine.scheduler.version),
+        "running": stats["num_running"],
+        "queued": stats["num_waiting"],
+        "tokens": stats["num_generated_tokens"],
+    }
 
 
 def make_clients(process: RoleProcess) -> list[EngineClient]:
@@ -239,6 +275,24 @@ def _newest_version(process: RoleProcess) -> int | None:
 # Training
 
 
+def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
+    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
+    started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
+    lineage: dict[int, int | None] = {}
+    attempt, last = (started[-1], None) if started else (0, None)
+    while attempt:
+        lineage[attempt] = last
+        start = read_start(run, attempt)
+        assert start is not None, attempt
+        attempt, last = start.parent or (0, None)
+    return lineage
+
+
+def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
+    """How a trainer rank reads the groups of its share."""
+    return GroupFetcher(process.run).read
+
+
 def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes."""
     config = process.config
@@ -310,6 +364,8 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> Traine
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
     )
+    start = WeightVersion(process.epoch, 0 if parent is None else parent.version.step)
+    reader.write_start(start, identity["fingerprint"])
     return TrainerSide(reader=reader, transport=make_transport(process), identity=identity)
 
 
@@ -317,7 +373,7 @@ def make_transport(process: RoleProcess) -> WeightTransport:
     config = process.config
     targets = make_clients(process)
     if config.weights.transport is TransportName.DISK:
-        return DiskTransport(process.run.weights, targets, timeout_s=config.limits.weight_update_s)
+        return DiskTransport(process.run.weights, targets, epoch=process.epoch, timeout_s=config.limits.weight_update_s)
     from areal_hpc import accelerator
 
     return BroadcastTransport(
