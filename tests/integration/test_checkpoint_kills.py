@@ -32,7 +32,7 @@ while True:
 """
 
 
-def test_C12_kill_9_at_any_instant_loses_no_reported_checkpoint(tmp_path: Path) -> None:  # noqa: N802
+def test_C12_kill_9_at_any_instant_loses_no_reported_checkpoint(tmp_path: Path) -> None:
     run, chance, reported = RunDir.create(tmp_path / "run"), random.Random(1), 0
     for epoch in range(1, 13):
         command = [sys.executable, "-c", SAVER, str(run.root), str(epoch)]

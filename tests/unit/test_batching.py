@@ -110,7 +110,7 @@ def test_pack_lays_trajectories_end_to_end() -> None:
     assert batch.token_ids.dtype == batch.versions.dtype == np.int32
 
 
-def test_E17_an_empty_share_is_a_batch_of_nothing() -> None:  # noqa: N802
+def test_E17_an_empty_share_is_a_batch_of_nothing() -> None:
     batch = pack([], [])
     assert (batch.num_sequences, batch.num_trainable, batch.token_ids.dtype) == (0, 0, np.int32)
     assert microbatches(batch.lengths, 100) == []

@@ -111,7 +111,7 @@ def test_all_corrupt_is_an_error_and_never_a_fresh_start(run: RunDir) -> None:
         newest(run, {1: None})
 
 
-def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:  # noqa: N802
+def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:
     path = make(run, 10)
     for name in ("step-00000010.e00000001-hf", "step_10-hf", "step-00000099", "step-99.e00000001", "latest"):
         (run.checkpoints / name).mkdir()
@@ -122,7 +122,7 @@ def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:  # noq
     assert "step_10-hf" in names(run)
 
 
-def test_B6_an_unfinished_save_is_not_a_checkpoint(run: RunDir) -> None:  # noqa: N802
+def test_B6_an_unfinished_save_is_not_a_checkpoint(run: RunDir) -> None:
     seen = []
 
     def look(directory: Path) -> None:
@@ -133,7 +133,7 @@ def test_B6_an_unfinished_save_is_not_a_checkpoint(run: RunDir) -> None:  # noqa
     assert seen == [None]
 
 
-def test_C18_the_history_decides_not_the_highest_number(run: RunDir) -> None:  # noqa: N802
+def test_C18_the_history_decides_not_the_highest_number(run: RunDir) -> None:
     """Epoch 2 went on from step 20 of epoch 1; a zombie of epoch 1 then wrote step 40."""
     kept, _, _ = make(run, 20), make(run, 40), make(run, 50, epoch=3)
     found = newest(run, {1: 20, 2: None})
@@ -151,7 +151,7 @@ def test_checkpoints_of_another_history_alone_are_an_error(run: RunDir) -> None:
         newest(run, {1: None})
 
 
-def test_B9_a_step_below_existing_ones_can_be_saved_and_is_the_newest(run: RunDir) -> None:  # noqa: N802
+def test_B9_a_step_below_existing_ones_can_be_saved_and_is_the_newest(run: RunDir) -> None:
     make(run, 10), make(run, 20)
     path = make(run, 15, epoch=2)
     found = newest(run, {1: 10, 2: None})
@@ -178,7 +178,7 @@ def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_C12_a_save_that_fails_leaves_the_old_one_and_nothing_else(run: RunDir) -> None:  # noqa: N802
+def test_C12_a_save_that_fails_leaves_the_old_one_and_nothing_else(run: RunDir) -> None:
     make(run, 10)
     with pytest.raises(OSError, match="No space"):
         write(run, v(20), no_space, {})
@@ -297,7 +297,7 @@ def test_prune_keeps_the_newest(run: RunDir) -> None:
     assert names(run) == ["step-00000030.e00000001", "step-00000040.e00000001"]
 
 
-def test_C12_the_only_good_one_is_never_deleted(run: RunDir) -> None:  # noqa: N802
+def test_C12_the_only_good_one_is_never_deleted(run: RunDir) -> None:
     good = make(run, 10)
     for step in (20, 30):
         (make(run, step) / "model.bin").unlink()
@@ -312,7 +312,7 @@ def test_C12_the_only_good_one_is_never_deleted(run: RunDir) -> None:  # noqa: N
 
 
 @pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EBUSY])
-def test_B8_a_file_that_cannot_go_yet_never_ends_the_run(  # noqa: N802
+def test_B8_a_file_that_cannot_go_yet_never_ends_the_run(
     run: RunDir, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(run, 10), make(run, 20)

@@ -29,7 +29,7 @@ C11 = {"lr": 1.0, "warmup_steps": 22, "min_lr": 0.1}
         (Schedule.CONSTANT, 500, 1.0),
     ],
 )
-def test_C11_the_warm_up_is_counted_once(schedule: Schedule, step: int, expected: float) -> None:  # noqa: N802
+def test_C11_the_warm_up_is_counted_once(schedule: Schedule, step: int, expected: float) -> None:
     assert learning_rate(step, OptimizerConfig(schedule=schedule, **C11), 220) == pytest.approx(expected, rel=1e-12)
 
 

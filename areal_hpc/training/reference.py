@@ -1,0 +1,290 @@
+"""The trainer in plain torch: data-parallel over a Hugging Face model. The specification that other backends meet.
+
+    backend.logprobs(batch)                 forward only
+    backend.train_step(minibatches)
+        for each minibatch                  one optimizer update
+            for each micro-batch            rows padded on the right -> hidden states -> log-probs of trainable
+                                            tokens -> loss / trainable tokens of all ranks -> backward
+            sum of gradients over ranks -> clip -> AdamW
+    backend.weights()                       what the engines load
+
+Every rank holds the whole model, its float32 master weights and the optimizer. Left out on purpose, since Megatron has
+them: sharded weights and optimizer, activation recomputation, packed attention. Dropout stays off: current, proximal
+and behaviour policy must be the same function of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from areal_hpc import accelerator
+from areal_hpc.algorithms import table
+from areal_hpc.algorithms.logprobs import token_logprobs
+from areal_hpc.algorithms.losses import LossInputs
+from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
+from areal_hpc.config.schema import AlgorithmConfig, Dtype, TrainerConfig
+from areal_hpc.errors import CheckpointError, ConfigError, DataError
+from areal_hpc.fs import publish_json, read_json
+from areal_hpc.training.batching import microbatches
+from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer
+from areal_hpc.training.optimizer import Optimizer
+from areal_hpc.training.rng import restore_rng, rng_state
+from areal_hpc.training.schedule import learning_rate
+from areal_hpc.types import Batch, Float32Array
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceBackend:
+    """``TrainerBackend`` of one rank; ``group`` holds the trainer's ranks, None where there is one.
+
+    Raises:
+        DataError: ``model_path`` is no complete checkpoint directory.
+        ConfigError: the model computes its logits in a way that this backend does not, or the temperature is 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        dtype: Dtype,
+        algorithm: AlgorithmConfig,
+        trainer: TrainerConfig,
+        temperature: float,
+        seed: int,
+        group: ProcessGroup | None,
+    ) -> None:
+        if temperature <= 0:
+            raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
+        self._algorithm, self._config, self._temperature = algorithm, trainer, temperature
+        self._loss = table.find(algorithm.name).loss
+        self._group, self._rank = group, group.rank() if group is not None else 0
+        self._source, self._seed, self._step = Path(model_path), seed, 0
+        self._device = torch.device(accelerator.detect().device)
+        self._model = load_model(self._source).to(self._device)
+        self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
+        self._seed_rank()
+
+    def _seed_rank(self) -> None:
+        torch.manual_seed(self._seed + self._rank + 1_000_003 * self._step)
+
+    # Forward
+
+    def logprobs(self, batch: Batch) -> Float32Array:
+        """Log-probs [T] of the trainable tokens by the weights as they are; 0.0 elsewhere."""
+        result = np.zeros(batch.token_ids.size, dtype=np.float32)
+        with torch.no_grad():
+            for part, where in self._microbatches(batch):
+                result[where[part.loss_mask]] = self._forward(part)[0].cpu().numpy()
+        return result
+
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[Batch, np.ndarray[Any, np.dtype[np.int64]]]]:
+        """Parts of the batch and where their tokens stand in it; sequences without a trainable token are left out."""
+        mask, starts = batch.loss_mask, batch.boundaries[:-1]
+        assert not mask[starts[batch.lengths > 0]].any(), "no model predicts the first token of a sequence"
+        trains = [s for s in range(batch.num_sequences) if mask[starts[s] : batch.boundaries[s + 1]].any()]
+        lengths = batch.lengths[trains]
+        for chosen in microbatches(lengths, self._config.tokens_per_microbatch, padded=True):
+            sequences = [trains[i] for i in chosen]
+            where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
+            yield batch.select(sequences), where
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy [N] of the trainable tokens in the order they stand in."""
+        rows = np.repeat(np.arange(batch.num_sequences), batch.lengths)  # [T]
+        columns = np.arange(rows.size) - batch.boundaries[rows]  # [T]
+        shape = (batch.num_sequences, int(batch.lengths.max()))
+        token_ids, attended = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        token_ids[rows, columns], attended[rows, columns] = batch.token_ids, 1
+        hidden = self._model.get_decoder()(
+            input_ids=self._tensor(token_ids), attention_mask=self._tensor(attended), use_cache=False
+        ).last_hidden_state  # [S, W, H]
+        rows, columns = rows[batch.loss_mask], columns[batch.loss_mask]
+        predicting = hidden[self._tensor(rows), self._tensor(columns - 1)]  # [N, H]
+        targets = self._tensor(token_ids[rows, columns])
+        head = self._model.get_output_embeddings().weight  # [V, H]
+        logprobs, entropy = token_logprobs(
+            predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=True
+        )
+        assert entropy is not None
+        return logprobs, entropy
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # Training
+
+    def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
+        """One optimizer update for each minibatch at the learning rate of this step; statistics of all ranks.
+
+        A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
+        """
+        lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
+        totals = self._num_trainable(minibatches)
+        parts: list[Stats] = []
+        norms: list[float] = []
+        for batch, total in zip(minibatches, totals, strict=True):
+            if total == 0:
+                continue
+            self._optimizer.zero_grad()
+            parts += [self._backward(part, total) for part, _ in self._microbatches(batch)]
+            self._optimizer.reduce(self._group)
+            norms.append(self._optimizer.step(lr))
+        self._step += 1
+        applied = [norm for norm in norms if math.isfinite(norm)]
+        return {
+            "loss": math.nan,  # unless something was trained on
+            **self._reduced(parts),
+            "lr": lr,
+            "grad_norm": sum(applied) / len(applied) if applied else math.nan,
+            "trainable_tokens": float(sum(totals)),
+            "updates": float(len(applied)),
+            "skipped_nonfinite": float(len(norms) - len(applied)),
+            "skipped_empty": float(len(minibatches) - len(norms)),
+        }
+
+    def _num_trainable(self, minibatches: Sequence[Batch]) -> list[int]:
+        """Trainable tokens of each minibatch over all ranks: what its loss is divided by."""
+        counts = torch.tensor([batch.num_trainable for batch in minibatches], dtype=torch.int64, device=self._device)
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        return [int(count) for count in counts]
+
+    def _backward(self, batch: Batch, total: int) -> Stats:
+        """Add one micro-batch's gradient of (sum of its token losses / total)."""
+        logprobs, entropy = self._forward(batch)
+        mask = self._tensor(batch.loss_mask)
+        inputs = LossInputs(
+            current=logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs),
+            proximal=None if batch.proximal is None else self._tensor(batch.proximal),
+            behaviour=self._tensor(batch.behaviour),
+            advantages=self._tensor(batch.advantages),
+            mask=mask,
+            segments=self._tensor(np.repeat(np.arange(batch.num_sequences), batch.lengths)),
+            versions=self._tensor(batch.versions),
+            version_now=self._step + 1,
+        )
+        output = self._loss(inputs, self._algorithm)
+        (output.per_token.sum() / total).backward()  # type: ignore[no-untyped-call]
+        everywhere = torch.ones_like(entropy, dtype=torch.bool)
+        return {
+            **output.stats,
+            "loss": mean_of(output.per_token, mask),
+            "entropy": mean_of(entropy, everywhere),
+        }
+
+    def _reduced(self, parts: Sequence[Stats]) -> dict[str, float]:
+        """Statistics over all micro-batches of all ranks; a rank without any has no names to offer."""
+        local = {name: (first.cpu(), count.cpu()) for name, (first, count) in merge(parts).items()}
+        ranks: list[Any] = [local]
+        if self._group is not None:
+            ranks = [None] * self._group.size()
+            dist.all_gather_object(ranks, local, group=self._group)
+        return finish(merge([stats for stats in ranks if stats]))
+
+    # Weights and checkpoints
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights as a checkpoint directory names them, sorted by name; a tied output embedding is not among them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        persistent = self._model.state_dict().keys()
+        named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        tensors = {name: tensor.detach() for name, tensor in named.items() if name in persistent}
+        yield from sorted(revert_weight_conversion(self._model, tensors).items())
+
+    def save(self, directory: str) -> None:
+        """Write model, optimizer, step and the random streams of all ranks; rank 0 does, the others contribute."""
+        streams: list[Any] = [rng_state(self._device)]
+        if self._group is not None:
+            streams = [None] * self._group.size()
+            dist.all_gather_object(streams, rng_state(self._device), group=self._group)
+        if self._rank != 0:
+            return
+        path = Path(directory)
+        save_file(_on_host(self._optimizer.masters), path / "model.safetensors")
+        save_file(_on_host(self._optimizer.state_dict()), path / "optimizer.safetensors")
+        torch.save(streams, path / "rng.pt")
+        publish_json(path / "trainer.json", {"step": self._step, "num_updates": self._optimizer.num_updates})
+
+    def load(self, directory: str) -> None:
+        """Continue from what ``save`` wrote, on this or any other number of ranks.
+
+        Raises:
+            CheckpointError: the directory is not one of ``save``, or holds another model.
+        """
+        path = Path(directory)
+        if not (path / "trainer.json").is_file():
+            raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of the reference backend")
+        progress = read_json(path / "trainer.json")
+        masters, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
+        self._step = progress["step"]
+        streams = torch.load(path / "rng.pt", weights_only=True)
+        if self._rank < len(streams):
+            restore_rng(streams[self._rank], self._device)  # last: whatever comes before may draw numbers
+        else:
+            self._seed_rank()
+
+    def export(self, directory: str) -> None:
+        """Write a Hugging Face checkpoint directory, tokenizer included; rank 0 does."""
+        if self._rank != 0:
+            return
+        self._model.save_pretrained(directory)
+        add_what_older_readers_need(Path(directory) / "config.json")
+        copy_tokenizer(self._source, Path(directory))
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def load_model(path: Path) -> Any:
+    """The causal language model at ``path`` in float32, checked for what this backend assumes.
+
+    Raises:
+        DataError, ConfigError: see ``ReferenceBackend``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").is_file():
+        raise DataError(f"{path} holds no config.json; set model.path to a Hugging Face checkpoint directory")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise DataError(
+            f"{path} lacks {len(missing)} weights of its model, first {missing[0]}; complete the checkpoint"
+        )
+    _require_plain_logits(model)
+    return model
+
+
+@torch.no_grad()
+def _require_plain_logits(model: Any) -> None:
+    """Some models scale, cap or shift their logits after the output embedding: log-probs from here would be wrong."""
+    token_ids = torch.arange(4).unsqueeze(0) % model.config.vocab_size
+    expected = model(input_ids=token_ids, use_cache=False).logits
+    hidden = model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+    found = linear(hidden, model.get_output_embeddings().weight)
+    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} does more to its logits than one projection; use trainer.backend=megatron")

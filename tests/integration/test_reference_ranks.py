@@ -1,0 +1,145 @@
+"""The reference trainer on several ranks, each a real process: how many there are must not be visible in the result."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import ProcessGroup
+
+from areal_hpc.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, TrainerConfig
+from areal_hpc.training.batching import plan_step
+from areal_hpc.training.reference import ReferenceBackend
+from areal_hpc.types import Batch
+from tests.ranks import run_ranks
+from tests.small_model import VOCABULARY, small_model
+
+NUM_SEQUENCES = 7
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def whole_batch() -> Batch:
+    """Sequences of very different lengths: means of means would be far off. The last one has nothing to train on."""
+    generator = np.random.default_rng(5)
+    lengths = np.array([40, 6, 11, 25, 5, 18, 9])
+    mask = np.concatenate([np.arange(n) >= 3 for n in lengths])
+    mask[-9:] = False
+    advantages = np.repeat(generator.normal(size=NUM_SEQUENCES), lengths)
+    return Batch(
+        token_ids=generator.integers(0, VOCABULARY, mask.size).astype(np.int32),
+        loss_mask=mask,
+        behaviour=np.where(mask, generator.uniform(-5, -4, mask.size), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.where(mask, advantages, 0).astype(np.float32),
+        boundaries=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
+    )
+
+
+def make(group: ProcessGroup | None, path: Path, budget: int = 48) -> ReferenceBackend:
+    optimizer = OptimizerConfig(lr=1e-3, grad_clip=1e9)
+    return ReferenceBackend(
+        model_path=str(path),
+        dtype=Dtype.FLOAT32,
+        algorithm=AlgorithmConfig(),
+        trainer=TrainerConfig(total_steps=10, tokens_per_microbatch=budget, optimizer=optimizer),
+        temperature=1.0,
+        seed=1,
+        group=group,
+    )
+
+
+def shares(batch: Batch, num_minibatches: int, num_ranks: int, rank: int, seed: int = 1) -> list[Batch]:
+    plan = plan_step(batch.lengths, np.ones(NUM_SEQUENCES), num_minibatches, num_ranks, seed)
+    return [batch.select(shares[rank]) for shares in plan]
+
+
+def layout(group: ProcessGroup | None) -> tuple[int, int]:
+    return (group.size(), group.rank()) if group is not None else (1, 0)
+
+
+def digest(backend: ReferenceBackend) -> str:
+    total = hashlib.sha256()
+    for _, tensor in backend.weights():
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()
+
+
+def one_update(group: ProcessGroup | None, path: Path, budget: int, saved: Path) -> tuple[dict[str, float], str]:
+    backend = make(group, path, budget)
+    minibatches = shares(whole_batch(), 1, *layout(group))
+    stats = backend.train_step([m.with_proximal(backend.logprobs(m)) for m in minibatches])
+    saved.mkdir(exist_ok=True)
+    backend.save(str(saved))
+    return dict(stats), digest(backend)
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(2, 1), (3, 48), (3, 10_000)])
+def test_E8_any_number_of_ranks_makes_the_same_gradient(
+    model: Path, tmp_path: Path, num_ranks: int, budget: int
+) -> None:
+    expected, _ = one_update(None, model, 10_000, tmp_path / "one")
+    results = run_ranks(num_ranks, one_update, model, budget, tmp_path / "many")
+    assert len({weights for _, weights in results}) == 1  # all ranks hold the same bits afterwards
+    for stats, _ in results:
+        assert stats == results[0][0]
+        assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    one = load_file(tmp_path / "one" / "optimizer.safetensors")
+    many = load_file(tmp_path / "many" / "optimizer.safetensors")
+    for name in one:
+        torch.testing.assert_close(many[name], one[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def odd_shares(group: ProcessGroup, path: Path) -> dict[str, float]:
+    """Four minibatches: rank 1 has nothing in the first, nobody in the second, rank 0 a broken one in the third."""
+    backend, batch, (_, rank) = make(group, path), whole_batch(), layout(group)
+    batch = replace(batch, behaviour=backend.logprobs(batch))
+    batch = batch.with_proximal(batch.behaviour)
+    broken = replace(batch, advantages=np.where(batch.loss_mask, np.nan, 0).astype(np.float32))
+    first = batch.select([0, 1] if rank == 0 else [])
+    third = (broken if rank == 0 else batch).select([2])
+    return dict(backend.train_step([first, batch.select([6]), third, batch.select([3 + rank])]))
+
+
+def test_E17_an_empty_share_and_a_broken_one_are_the_same_decision_on_all_ranks(model: Path) -> None:
+    one, other = run_ranks(2, odd_shares, model)
+    assert one == pytest.approx(other, nan_ok=True)
+    assert (one["updates"], one["skipped_empty"], one["skipped_nonfinite"]) == (2.0, 1.0, 1.0)
+    assert math.isfinite(one["grad_norm"])
+
+
+def train_and_save(group: ProcessGroup | None, path: Path, steps: int, saved: Path | None, load: Path | None) -> Any:
+    backend = make(group, path)
+    if load is not None:
+        backend.load(str(load))
+    loaded = digest(backend)
+    batch, stats = whole_batch(), {}
+    for step in range(steps):
+        minibatches = shares(batch, 2, *layout(group), seed=step)
+        stats = backend.train_step([m.with_proximal(backend.logprobs(m)) for m in minibatches])
+    if saved is not None:
+        saved.mkdir(exist_ok=True)
+        backend.save(str(saved))
+    return loaded, digest(backend), dict(stats), float(torch.rand(()))
+
+
+def test_C35_a_checkpoint_of_two_ranks_loads_on_one_and_on_three(model: Path, tmp_path: Path) -> None:
+    saved = run_ranks(2, train_and_save, model, 2, tmp_path / "two", None)
+    again = run_ranks(2, train_and_save, model, 0, None, tmp_path / "two")
+    one = train_and_save(None, model, 2, None, tmp_path / "two")
+    three = run_ranks(3, train_and_save, model, 2, None, tmp_path / "two")
+    assert [draw for *_, draw in again] == [draw for *_, draw in saved]  # each rank goes on with its own stream
+    assert len({draw for *_, draw in three}) == 3
+    assert {loaded for loaded, *_ in (*again, one, *three)} == {saved[0][1]}
+    assert three[0][2]["lr"] == one[2]["lr"]
+    assert three[0][2]["loss"] == pytest.approx(one[2]["loss"], rel=1e-3)

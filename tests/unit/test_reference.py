@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from areal_hpc.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, Schedule, TrainerConfig
+from areal_hpc.errors import CheckpointError, ConfigError, DataError
+from areal_hpc.training.optimizer import Optimizer
+from areal_hpc.training.reference import ReferenceBackend
+from areal_hpc.types import Batch
+from tests.small_model import VOCABULARY, small_model
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=1e9)
+TRAINER = TrainerConfig(total_steps=10, tokens_per_microbatch=32, optimizer=OPTIMIZER)
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def make(
+    path: Path, *, trainer: TrainerConfig = TRAINER, dtype: Dtype = Dtype.FLOAT32, **changes: Any
+) -> ReferenceBackend:
+    settings = {"algorithm": AlgorithmConfig(), "temperature": TEMPERATURE, "seed": 1, "group": None, **changes}
+    return ReferenceBackend(model_path=str(path), dtype=dtype, trainer=trainer, **settings)
+
+
+def random_batch(seed: int = 0, lengths: tuple[int, ...] = (9, 23, 5, 12, 31)) -> Batch:
+    """Prompts of two to four tokens, then sampled ones with a gap that was not sampled (a tool's output)."""
+    generator = np.random.default_rng(seed)
+    mask = np.concatenate([np.arange(n) >= 2 + n % 3 for n in lengths])
+    mask[14:17] = False
+    total = mask.size
+    return Batch(
+        token_ids=generator.integers(0, VOCABULARY, total).astype(np.int32),
+        loss_mask=mask,
+        behaviour=np.where(mask, generator.uniform(-6, -3, total), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.where(mask, np.repeat(generator.normal(size=len(lengths)), lengths), 0).astype(np.float32),
+        boundaries=np.cumsum([0, *lengths], dtype=np.int32),
+    )
+
+
+def double_logprobs(path: Path, batch: Batch, temperature: float = TEMPERATURE) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Log-probs [T] by transformers in float64, one sequence after the other; the model for its gradients."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    parts = []
+    for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+        ids = torch.from_numpy(batch.token_ids[start:end]).long()
+        logs = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        parts += [logs.new_zeros(1), logs[torch.arange(len(ids) - 1), ids[1:]]]
+    return model, torch.cat(parts)
+
+
+def double_gradients(path: Path, batch: Batch) -> dict[str, torch.Tensor]:
+    """Of the decoupled clipped objective written out by hand, as a mean over trainable tokens, in float64."""
+    model, current = double_logprobs(path, batch)
+    mask, behaviour = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.behaviour).double()
+    advantages = torch.from_numpy(batch.advantages).double()
+    proximal = current.detach()
+    weight = (proximal - behaviour).exp()
+    weight = torch.where(weight <= 5.0, weight, 0.0)
+    ratio = (current - proximal).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)) * weight
+    (loss[mask].sum() / mask.sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients(backend: ReferenceBackend, directory: Path) -> dict[str, torch.Tensor]:
+    """Gradients of the one update that a backend has made, from its first moments: exp_avg = (1 - beta1) * gradient."""
+    directory.mkdir(exist_ok=True)
+    backend.save(str(directory))
+    moments = load_file(directory / "optimizer.safetensors")
+    prefix = "exp_avg."
+    return {k.removeprefix(prefix): t / 0.1 for k, t in moments.items() if k.startswith(prefix)}
+
+
+def digest(backend: ReferenceBackend) -> str:
+    total = hashlib.sha256()
+    for name, tensor in backend.weights():
+        total.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+# Log-probs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("budget", [1, 32, 10_000])
+def test_logprobs_equal_transformers_in_float64(tmp_path: Path, family: str, budget: int) -> None:
+    path, batch = small_model(tmp_path / family, family), random_batch()
+    found = make(path, trainer=replace(TRAINER, tokens_per_microbatch=budget)).logprobs(batch)
+    expected = double_logprobs(path, batch)[1].detach().numpy()
+    assert (found.dtype, found.shape) == (np.float32, batch.token_ids.shape)
+    np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], atol=1e-5)
+    assert not found[~batch.loss_mask].any()
+
+
+def test_temperature_divides_the_logits(qwen3: Path) -> None:
+    batch = random_batch()
+    for temperature in (0.5, 1.0, 1.7):
+        expected = double_logprobs(qwen3, batch, temperature)[1].detach().numpy()
+        found = make(qwen3, temperature=temperature).logprobs(batch)
+        np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], atol=1e-5)
+
+
+def test_logprobs_of_nothing(qwen3: Path) -> None:
+    assert make(qwen3).logprobs(random_batch().select([])).shape == (0,)
+
+
+# Gradients and updates
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_gradients_equal_the_formula_in_float64(tmp_path: Path, family: str) -> None:
+    path, batch = small_model(tmp_path / family, family), random_batch()
+    backend = make(path)
+    stats = backend.train_step([batch.with_proximal(backend.logprobs(batch))])
+    expected = double_gradients(path, batch)
+    found = gradients(backend, tmp_path / "saved")
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name].double(), gradient, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(("budget", "order"), [(1, [0, 1, 2, 3, 4]), (40, [4, 2, 0, 3, 1]), (10_000, [3, 4, 1, 0, 2])])
+def test_E8_gradients_do_not_depend_on_packing(qwen3: Path, tmp_path: Path, budget: int, order: list[int]) -> None:
+    batch, found = random_batch(), []
+    for part, tokens in ((batch, 64), (batch.select(order), budget)):
+        backend = make(qwen3, trainer=replace(TRAINER, tokens_per_microbatch=tokens))
+        backend.train_step([part.with_proximal(backend.logprobs(part))])
+        found.append(gradients(backend, tmp_path / "saved"))
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
+
+
+def test_one_update_for_each_minibatch_and_one_learning_rate_for_each_step(qwen3: Path) -> None:
+    optimizer = replace(OPTIMIZER, lr=1.0, warmup_steps=2, schedule=Schedule.LINEAR, min_lr=0.2, grad_clip=1e-4)
+    backend, batch = make(qwen3, trainer=replace(TRAINER, total_steps=4, optimizer=optimizer)), random_batch()
+    batch = batch.with_proximal(backend.logprobs(batch))
+    steps = [backend.train_step([batch.select([0, 1]), batch.select([2, 3, 4])]) for _ in range(5)]
+    assert [s["lr"] for s in steps] == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    assert [s["updates"] for s in steps] == [2.0] * 5
+
+
+def test_training_makes_what_was_good_likelier(qwen3: Path) -> None:
+    backend, batch = make(qwen3), random_batch()
+    before = backend.logprobs(batch)
+    batch = replace(batch, behaviour=before)
+    backend.train_step([batch.with_proximal(before)])
+    change = (backend.logprobs(batch) - before)[batch.loss_mask]
+    assert float((change * batch.advantages[batch.loss_mask]).sum()) > 0
+
+
+def test_statistics_are_those_of_the_batch(qwen3: Path) -> None:
+    backend, batch = make(qwen3), random_batch()
+    proximal = backend.logprobs(batch)
+    stats = backend.train_step([batch.with_proximal(proximal)])
+    mask = batch.loss_mask
+    gap = np.abs(proximal - batch.behaviour)[mask]
+    assert stats["trainable_tokens"] == mask.sum()
+    assert stats["logprob_gap"] == pytest.approx(gap.mean(), rel=1e-5)
+    assert stats["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-5)
+    assert 0 < stats["entropy"] <= math.log(VOCABULARY) + 1e-5
+    assert stats["staleness"] == 0.0
+
+
+def test_E17_a_batch_without_a_trainable_token_is_skipped_and_counted(qwen3: Path) -> None:
+    backend, batch = make(qwen3), random_batch()
+    before = digest(backend)
+    nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask), proximal=np.zeros_like(batch.behaviour))
+    stats = backend.train_step([nothing, nothing.select([])])
+    assert (stats["updates"], stats["skipped_empty"], stats["trainable_tokens"]) == (0.0, 2.0, 0.0)
+    assert math.isnan(stats["loss"])
+    assert math.isnan(stats["grad_norm"])
+    assert digest(backend) == before
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_skipped_and_the_next_one_applied(qwen3: Path, advantage: float) -> None:
+    backend, batch = make(qwen3), random_batch()
+    batch = replace(batch, behaviour=backend.logprobs(batch))
+    batch = batch.with_proximal(batch.behaviour)
+    broken = replace(batch, advantages=np.where(batch.loss_mask, advantage, 0).astype(np.float32))
+    before = digest(backend)
+    stats = backend.train_step([broken])
+    assert (stats["updates"], stats["skipped_nonfinite"]) == (0.0, 1.0)
+    assert digest(backend) == before
+    stats = backend.train_step([broken, batch])
+    assert (stats["updates"], stats["skipped_nonfinite"]) == (1.0, 1.0)
+    assert digest(backend) != before
+    assert all(bool(torch.isfinite(tensor).all()) for _, tensor in backend.weights())
+
+
+@pytest.mark.parametrize("ratio", [-1000.0, 1000.0, -math.inf, math.inf, math.nan])
+def test_E6_a_broken_ratio_with_zero_advantage_keeps_the_update_finite(qwen3: Path, ratio: float) -> None:
+    backend, batch = make(qwen3), random_batch()
+    proximal = backend.logprobs(batch)
+    place = int(np.flatnonzero(batch.loss_mask)[3])
+    batch = replace(batch, behaviour=proximal.copy())
+    proximal[place] -= ratio
+    batch.advantages[place] = 0.0
+    stats = backend.train_step([batch.with_proximal(proximal)])
+    assert stats["updates"] == 1.0
+    assert math.isfinite(stats["loss"])
+
+
+def test_training_twice_from_the_same_start_gives_the_same_bits(qwen3: Path) -> None:
+    digests = set()
+    for _ in range(2):
+        backend, batch = make(qwen3), random_batch()
+        backend.train_step([batch.with_proximal(backend.logprobs(batch))])
+        digests.add(digest(backend))
+    assert len(digests) == 1
+
+
+# Weights
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_D6_weights_have_the_names_shapes_and_values_of_the_checkpoint(
+    tmp_path: Path, family: str, dtype: Dtype
+) -> None:
+    path = small_model(tmp_path / family, family)
+    on_disk = load_file(path / "model.safetensors")
+    weights = list(make(path, dtype=dtype).weights())
+    assert [name for name, _ in weights] == sorted(on_disk)
+    for name, tensor in weights:
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, on_disk[name].to(tensor.dtype)), name
+    assert ("lm_head.weight" in on_disk) == (family != "qwen3")
+
+
+def test_bfloat16_log_probs_are_close_and_training_moves_the_masters(qwen3: Path) -> None:
+    backend, batch = make(qwen3, dtype=Dtype.BFLOAT16), random_batch()
+    found, exact = backend.logprobs(batch), make(qwen3).logprobs(batch)
+    assert 0 < np.abs(found - exact).max() < 0.15
+    batch = batch.with_proximal(found)
+    stats = backend.train_step([batch])
+    assert stats["updates"] == 1.0
+    assert not np.array_equal(backend.logprobs(batch), found)
+
+
+# Checkpoints
+
+
+def states(directory: Path) -> Mapping[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_C9_C32_a_loaded_backend_is_the_saved_one_and_goes_on_as_it_would_have(
+    qwen3: Path, tmp_path: Path, dtype: Dtype
+) -> None:
+    trainer = replace(TRAINER, optimizer=replace(OPTIMIZER, schedule=Schedule.COSINE, warmup_steps=2))
+    backend, batch = make(qwen3, trainer=trainer, dtype=dtype), random_batch()
+    batch = batch.with_proximal(backend.logprobs(batch))
+    for _ in range(3):
+        backend.train_step([batch.select([0, 1]), batch.select([2, 3, 4])])
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    backend.save(str(tmp_path / "first"))
+    restored = make(small_model(tmp_path / "other", seed=5), trainer=trainer, dtype=dtype, seed=9)
+    restored.load(str(tmp_path / "first"))
+    assert digest(restored) == digest(backend)  # before any step: what the engines are sent
+    restored.save(str(tmp_path / "second"))
+    assert states(tmp_path / "second") == states(tmp_path / "first")
+    again = [b.train_step([batch.select([0, 1]), batch.select([2, 3, 4])]) for b in (backend, restored)]
+    assert again[0] == again[1]
+    assert digest(restored) == digest(backend)
+
+
+def test_C33_random_streams_are_restored_last(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    backend = make(qwen3)
+    backend.save(str(tmp_path))
+    expected = draw()
+    real = Optimizer.load_state_dict
+
+    def load_with_warm_up(self: Optimizer, *args: Any) -> None:
+        draw()
+        real(self, *args)
+
+    monkeypatch.setattr(Optimizer, "load_state_dict", load_with_warm_up)
+    other = make(qwen3, seed=77)
+    other.load(str(tmp_path))
+    assert draw() == expected
+
+
+def test_a_directory_of_something_else_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        make(qwen3).load(str(tmp_path))
+    make(small_model(tmp_path / "llama", "llama")).save(str(tmp_path))
+    with pytest.raises(CheckpointError, match="another model"):
+        make(qwen3).load(str(tmp_path))
+
+
+def test_an_export_is_a_complete_hugging_face_directory(qwen3: Path, tmp_path: Path) -> None:
+    backend, batch = make(qwen3), random_batch()
+    backend.train_step([batch.with_proximal(backend.logprobs(batch))])
+    target = tmp_path / "exported"
+    backend.export(str(target))
+    expected = double_logprobs(target, batch)[1].detach().numpy()
+    np.testing.assert_allclose(backend.logprobs(batch)[batch.loss_mask], expected[batch.loss_mask], atol=1e-5)
+    config = json.loads((target / "config.json").read_text())
+    assert config["rope_theta"] == 5000.0
+    assert config["torch_dtype"] == config["dtype"] == "float32"
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (target / name).read_bytes() == (qwen3 / name).read_bytes()
+    assert "lm_head.weight" not in load_file(target / "model.safetensors")
+
+
+def test_B12_nothing_is_ever_written_into_the_model_directory(tmp_path: Path) -> None:
+    path = small_model(tmp_path / "qwen3")
+    before = {p.name: p.stat().st_mtime_ns for p in (path, *path.iterdir())}
+    backend = make(path)
+    backend.train_step([random_batch().with_proximal(backend.logprobs(random_batch()))])
+    backend.export(str(tmp_path / "exported"))
+    assert {p.name: p.stat().st_mtime_ns for p in (path, *path.iterdir())} == before
+
+
+# Refusals
+
+
+def test_a_model_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json"):
+        make(tmp_path)
+
+
+def test_a_model_with_missing_weights_is_refused(tmp_path: Path) -> None:
+    path = small_model(tmp_path / "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config["layer_types"] = ["full_attention"] * 3
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"model\.layers\.2"):
+        make(path)
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Gemma2"):
+        make(small_model(tmp_path / "gemma2", "gemma2", final_logit_softcapping=0.5))
+
+
+def test_greedy_sampling_cannot_be_trained_on(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        make(qwen3, temperature=0.0)
