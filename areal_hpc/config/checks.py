@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from areal_hpc.algorithms.checks import check_algorithm, check_overlong
+from areal_hpc.algorithms.checks import check_algorithm
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
 from areal_hpc.errors import ConfigError
@@ -104,7 +104,6 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
 def check_algorithm_settings(config: Config) -> Iterator[str]:
     try:
         check_algorithm(config.algorithm, config.rollout.group_size, config.buffer.max_staleness)
-        check_overlong(config.algorithm.overlong, config.rollout.sampling.max_new_tokens)
     except ConfigError as error:
         yield str(error)
 
@@ -147,6 +146,11 @@ def check_lengths(config: Config) -> Iterator[str]:
         yield (
             f"trainer.tokens_per_microbatch: a sequence of model.max_tokens {limit} exceeds a micro-batch of {budget} "
             "tokens (times trainer.parallel.context); raise it, or lower model.max_tokens"
+        )
+    if (zone := config.algorithm.overlong.tokens) > answer:
+        yield (
+            f"algorithm.overlong.tokens: a penalty zone of {zone} tokens is longer than "
+            f"rollout.sampling.max_new_tokens {answer}; lower it"
         )
 
 

@@ -59,7 +59,7 @@ RANGES: Final[Mapping[str, str]] = {
     "algorithm.reward_bias": "(-inf, inf)",
     "algorithm.reward_clip": "(0, inf)",
     "algorithm.overlong.tokens": "[0, inf)",
-    "algorithm.overlong.factor": "(0, inf)",
+    "algorithm.overlong.factor": "[0, inf)",
     "algorithm.reward_norm.eps": "[0, inf)",
     "algorithm.adv_norm.eps": "[0, inf)",
     "generation.replicas": "[1, inf)",

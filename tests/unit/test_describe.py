@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.config.describe import diff, dump, render_reference, written
+from areal_hpc.config.describe import diff, dump, render_diff, render_reference, written
 from areal_hpc.config.keys import REQUIRED, help_of, keys, type_name, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import (
+    AlgorithmConfig,
     Config,
     GenerationConfig,
     ModelConfig,
@@ -196,10 +196,7 @@ def test_what_is_dumped_loads_back_equal(data: st.DataObject, tmp_path_factory: 
             timeout_s=data.draw(number),
             sampling=SamplingConfig(stop=tuple(data.draw(st.lists(text | words, max_size=3))), stop_token_ids=(1, 2)),
         ),
-        algorithm=dataclasses.replace(
-            Config.__dataclass_fields__["algorithm"].default_factory(),  # type: ignore[misc]
-            rejection_sampling=RejectionConfig(lower=data.draw(st.none() | number), upper=None),
-        ),
+        algorithm=AlgorithmConfig(rejection_sampling=RejectionConfig(lower=data.draw(st.none() | number), upper=None)),
         trainer=TrainerConfig(total_steps=1, optimizer=OptimizerConfig(lr=1e-6, eps=data.draw(number))),
         generation=GenerationConfig(server_args=data.draw(st.dictionaries(text | words, plain | words, max_size=3))),
     )
@@ -241,6 +238,15 @@ def test_a_diff_holds_what_is_not_default() -> None:
         ("trainer.total_steps", REQUIRED, 10),
         ("seed", 1, 3),
     ]
+
+
+def test_a_rendered_diff_shows_each_value_beside_its_default() -> None:
+    lines = render_diff(config_of(seed=3, layout="no")).splitlines()
+    assert [line.split() for line in lines if line.startswith(("seed", "layout"))] == [
+        ["seed:", "3", "#", "default:", "1"],
+        ["layout:", "'no'", "#", "default:", "''"],
+    ]
+    assert lines[0] == "name: small"
 
 
 def test_a_section_with_defaults_of_its_own_shows_them() -> None:
