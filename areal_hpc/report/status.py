@@ -12,7 +12,7 @@ from typing import Any
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.report.files import configuration
-from areal_hpc.report.progress import Progress
+from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
 from areal_hpc.telemetry import RecordReader
 
@@ -27,12 +27,14 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
     if not attempts:
         return _aligned({"run": run.root.name, "state": "not started"})
     total_steps = configuration(run).get("trainer", {}).get("total_steps")
-    newest = _progress(attempts[-1], total_steps)
-    told = newest
-    for attempt in reversed(attempts[:-1]):  # a fresh attempt without a step yet: show where the one before came to
-        if told.step is not None:
+    newest = told = _progress(attempts[-1], total_steps)
+    evaluation = newest.evaluation
+    for attempt in reversed(attempts[:-1]):  # what a fresh attempt has not said yet, the one before may have
+        if told.step is not None and evaluation is not None:
             break
-        told = _progress(attempt, total_steps)
+        earlier = _progress(attempt, total_steps)
+        told = earlier if told.step is None else told
+        evaluation = evaluation or earlier.evaluation
     age = None if newest.last_time is None else max(0.0, now() - newest.last_time)
     return _aligned(
         {
@@ -40,6 +42,7 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
             "state": f"{_state_text(attempts[-1])} (attempt {attempts[-1].epoch})",
             "step": told.step_text(),
             **told.fields(),
+            "evaluation": evaluation_text(evaluation),
             "last record": "-" if age is None else f"{duration(age)} ago",
             "checkpoints": _checkpoints_text(run),
         }
