@@ -104,7 +104,7 @@ def _draw_staleness(axes: Axes, summary: Summary, bound: int | None) -> None:
     _line(axes, summary, oldest, color=VERMILION, linestyle="", marker="o", alpha=0.8, label="oldest token")
     _draw_smoothed(axes, summary, "staleness_mean", "step's mean", f"mean of {WINDOW} steps")
     if bound is not None:
-        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})", zorder=1)
+        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})", zorder=1.9)
     highest = max([bound or 0, *oldest[np.isfinite(oldest)], 1.0])
     axes.set_ylim(-0.06 * highest, 1.12 * highest)
 

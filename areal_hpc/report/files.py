@@ -16,9 +16,13 @@ from areal_hpc.report.text import count, duration, number, percent
 from areal_hpc.telemetry import Record, RecordReader
 
 
+ROLES = ("trainer", "evaluator", "rollout", "launcher")
+"""Whose records the summary is made of; an engine's are one a second and say nothing of the whole."""
+
+
 def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
     """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout)."""
-    readers = [RecordReader(attempt.telemetry) for attempt in run.all_attempts()]
+    readers = [RecordReader(attempt.telemetry, ROLES) for attempt in run.all_attempts()]
     summary = summarise(_all(readers))
     config = configuration(run)
     bound = config.get("buffer", {}).get("max_staleness")

@@ -47,6 +47,11 @@ class Progress:
         return self._times[-1][0] if self._times else None
 
     @property
+    def step_time(self) -> float | None:
+        """When the newest step was recorded, in seconds since 1970."""
+        return self._times[-1][1] if self._times else None
+
+    @property
     def reward_moving(self) -> float | None:
         """Mean reward of the last ten steps."""
         return sum(self._rewards) / len(self._rewards) if self._rewards else None

@@ -18,7 +18,9 @@ from areal_hpc.telemetry import RecordReader
 
 CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")
 ROLES = ("trainer", "evaluator", "generator")
-"""Whose records tell the status; those of rollout workers are many and say nothing of it."""
+"""Whose records tell the status."""
+LAST_BYTES = 64 * 1024
+"""How much of the end of each file is read: far more than the last ten records of a trainer."""
 
 
 def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]:
@@ -35,7 +37,6 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
         earlier = _progress(attempt, total_steps)
         told = earlier if told.step is None else told
         evaluation = evaluation or earlier.evaluation
-    age = None if newest.last_time is None else max(0.0, now() - newest.last_time)
     return _aligned(
         {
             "run": run.root.name,
@@ -43,10 +44,14 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
             "step": told.step_text(),
             **told.fields(),
             "evaluation": evaluation_text(evaluation),
-            "last record": "-" if age is None else f"{duration(age)} ago",
+            "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
             "checkpoints": _checkpoints_text(run),
         }
     )
+
+
+def _ago(moment: float | None, now: float) -> str:
+    return f"{duration(None if moment is None else now - moment)} ago"
 
 
 def _aligned(rows: Mapping[str, str]) -> list[str]:
@@ -56,7 +61,7 @@ def _aligned(rows: Mapping[str, str]) -> list[str]:
 
 def _progress(attempt: AttemptDir, total_steps: int | None) -> Progress:
     progress = Progress(total_steps)
-    for record in RecordReader(attempt.telemetry, ROLES).poll():
+    for record in RecordReader(attempt.telemetry, ROLES, LAST_BYTES).poll():
         progress.feed(record)
     return progress
 
@@ -70,9 +75,7 @@ def _state_text(attempt: AttemptDir) -> str:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
-    if owner.host != socket.gethostname():
-        return f"running, {where}"
-    if owner.here and owner.lives():
+    if owner.host != socket.gethostname() or (owner.here and owner.lives()):
         return f"running, {where}"
     return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
 

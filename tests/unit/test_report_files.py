@@ -147,7 +147,7 @@ def test_the_status_word_for_word(two_attempts: RunDir) -> None:
         "training     700 tokens/s",
         "ring         75% full",
         "weights      version 8",
-        "last record  0:01:02 ago",
+        "last record  0:01:02 ago, last step 0:01:02 ago",
         "checkpoints  2, newest of step 8",
     ]
 
