@@ -15,7 +15,6 @@ from areal_hpc.report.summary import Summary, summarise
 from areal_hpc.report.text import count, duration, number, percent
 from areal_hpc.telemetry import Record, RecordReader
 
-
 ROLES = ("trainer", "evaluator", "rollout", "launcher")
 """Whose records the summary is made of; an engine's are one a second and say nothing of the whole."""
 

@@ -44,7 +44,7 @@ class Record:
     values: Mapping[str, Value]
 
     def number(self, key: str) -> float | None:
-        """The value of ``key`` where it is a finite number; None for anything else, so that no record surprises a reader."""
+        """The value of ``key`` where it is a finite number; None for anything else and for nothing."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
