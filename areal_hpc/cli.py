@@ -10,9 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError, UserError
+
+if TYPE_CHECKING:
+    from areal_hpc.config.schema import Config
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1
@@ -67,38 +71,34 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2")
 
 
-def _load(words: Sequence[str]) -> object:
-    from areal_hpc.config.load import load
+def _resolved(words: Sequence[str]) -> Config:
+    from areal_hpc.config.load import load, stated
+    from areal_hpc.config.resolve import resolve
 
-    paths = [Path(word) for word in words if "=" not in word]
-    return load(paths, [word for word in words if "=" in word])
+    paths, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
+    return resolve(load(paths, overrides), stated(paths, overrides)).config
 
 
 def _run(options: argparse.Namespace) -> int:
-    from areal_hpc.config.resolve import resolve
     from areal_hpc.report import LiveConsole
     from areal_hpc.roles.launcher import run_local
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
-    config = resolve(_load(options.config)).config  # type: ignore[arg-type]
+    config = _resolved(options.config)
     return run_local(config, resume=options.resume, console=LiveConsole(config.trainer.total_steps, sys.stdout))
 
 
 def _config(options: argparse.Namespace) -> int:
-    from areal_hpc.config.resolve import diff, dump, resolve
+    from areal_hpc.config.describe import dump, render_diff
 
-    config = resolve(_load(options.config)).config  # type: ignore[arg-type]
-    if options.diff:
-        for key, default, value in diff(config):
-            print(f"{key}: {value}    # default: {default}")
-    else:
-        print(dump(config), end="")
+    config = _resolved(options.config)
+    print(render_diff(config) if options.diff else dump(config), end="")
     return 0
 
 
 def _keys(_: argparse.Namespace) -> int:
-    from areal_hpc.config.resolve import render_reference
+    from areal_hpc.config.describe import render_reference
 
     print(render_reference(), end="")
     return 0

@@ -52,6 +52,15 @@ def diff(config: Config) -> list[tuple[str, Any, Any]]:
     return changed
 
 
+def render_diff(config: Config) -> str:
+    """``diff`` as lines of YAML, each with the default it departs from."""
+    lines = []
+    for name, default, value in diff(config):
+        was = "" if default is REQUIRED else f"    # default: {written(default)}"
+        lines.append(f"{name}: {written(value)}{was}\n")
+    return "".join(lines)
+
+
 def render_reference() -> str:
     """All knobs with type, default and help, one paragraph each, in the schema's order."""
     return "\n".join(_paragraphs()) + "\n"

@@ -1,16 +1,17 @@
 """The live console: a table that redraws itself on a terminal, plain lines anywhere else.
 
-console = LiveConsole(config.trainer.total_steps, sys.stdout)
-while the run goes on:
-    console.update(reader.poll())
-console.close()
+    with LiveConsole(config.trainer.total_steps, sys.stdout) as console:
+        while the run goes on:
+            console.feed(reader.poll())
+
+Call ``feed`` several times a second, with or without records: that is what keeps the elapsed time moving.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import duration
@@ -33,7 +34,16 @@ class LiveConsole:
         self._view = _Table(stream) if stream.isatty() else _Lines(stream)
         self._shown = float("-inf")
 
-    def update(self, records: Iterable[Record]) -> None:
+    def __enter__(self) -> Self:
+        self._view.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Show the last state and leave the terminal as it was."""
+        self._view.show(self._progress, self._clock() - self._began)
+        self._view.close()
+
+    def feed(self, records: Iterable[Record]) -> None:
         """Take in new records, then show what is due."""
         for record in records:
             self._progress.feed(record)
@@ -46,11 +56,6 @@ class LiveConsole:
         if now - self._shown >= INTERVAL_S and self._view.show(self._progress, now - self._began):
             self._shown = now
 
-    def close(self) -> None:
-        """Show the last state and leave the terminal as it was."""
-        self._view.show(self._progress, self._clock() - self._began)
-        self._view.close()
-
 
 class _Lines:
     """One line a step and one an evaluation; no escape codes, ASCII only."""
@@ -58,6 +63,9 @@ class _Lines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._has_news = False
+
+    def open(self) -> None:
+        """Nothing to prepare."""
 
     def note(self, record: Record) -> None:
         if record.kind == "evaluation":
@@ -88,6 +96,8 @@ class _Table:
         from rich.live import Live
 
         self._live = Live(console=Console(file=stream), auto_refresh=False)
+
+    def open(self) -> None:
         self._live.start()
 
     def note(self, record: Record) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import time
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from areal_hpc.buffer.control import claim_epoch, newest_epoch
+from areal_hpc.buffer.epochs import claim_epoch, newest_epoch
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
-from areal_hpc.config.resolve import dump
+from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RoleDied, RunDirError
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json, read_if_listed, read_json
@@ -33,6 +35,8 @@ from areal_hpc.telemetry import Recorder, RecordReader
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.25
+CHANGEABLE = ("trainer.total_steps", "checkpoint.", "cluster.", "evaluation.", "limits.", "telemetry.", "run_root")
+"""Keys that may change from one attempt of a run to the next: none of them changes what is learned from a sample."""
 
 
 @dataclass(slots=True)
@@ -86,16 +90,11 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole) -> int:
 
 def _claim(run: RunDir, config: Config, resume: bool) -> int:
     """The fencing epoch of this attempt, once nobody else lives in the directory and the configuration fits."""
-    while True:
-        _refuse_living_owner(run)
-        written = dump(config).encode()
-        if run.config.exists():
-            _check_resume(run, written, resume)
-        epoch = claim_epoch(run, Owner.this_process().record())
-        if epoch is not None:
-            break
-    if not run.config.exists():
-        publish(run.config, written)
+    _refuse_living_owner(run)
+    if run.config.exists():
+        _check_resume(run, config, resume)
+    epoch = claim_epoch(run, Owner.this_process().record())
+    publish(run.config, dump(config).encode())
     create_exclusive(run.token, secrets.token_urlsafe(32).encode())
     return epoch
 
@@ -113,28 +112,37 @@ def _refuse_living_owner(run: RunDir) -> None:
         raise RunDirError(f"{run.root} is in use by {where}; stop it with `areal-hpc stop {run.root}`, or set `name`")
 
 
-def _check_resume(run: RunDir, written: bytes, resume: bool) -> None:
+def _check_resume(run: RunDir, config: Config, resume: bool) -> None:
+    """Refuse to go on with another experiment under the same name."""
     if not resume:
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
-    if run.config.read_bytes() != written:
-        before, now = load([run.config], []), written
-        raise RunDirError(f"{run.config} differs from the configuration given ({before.name}, {len(now)} bytes)")
+    before = load([run.config])
+    changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
+    frozen = [key for key in changed if not key.startswith(CHANGEABLE)]
+    if frozen:
+        raise RunDirError(f"{run.config}: {', '.join(frozen)} would change within one run; set another `name`")
+    for key in changed:
+        log.info("from this attempt on: %s = %s (was %s)", key, value_of(config, key), value_of(before, key))
 
 
 def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, signals: Signals) -> str:
     launcher = LocalLauncher(run, epoch, {"trainer": config.trainer.threads, "generator": config.generation.threads})
     records = RecordReader(run.attempt(epoch).telemetry)
     stop_request = run.attempt(epoch).stop_request
-    with console:
-        try:
-            for role, count in roles_of(config).items():
-                for index in range(count):
-                    launcher.start(role, index)
-            outcome = _watch(launcher, lambda: bool(signals.count) or read_if_listed(stop_request) is not None, lambda: console.feed(records.poll()))
-        finally:
-            launcher.stop(0.0 if signals.count > 1 else config.limits.stop_s)
-        console.feed(records.poll())
-    return outcome
+
+
+    def stop() -> bool:
+        return signals.count > 0 or stop_request.name in os.listdir(stop_request.parent)
+
+    try:
+        for role, count in roles_of(config).items():
+            for index in range(count):
+                launcher.start(role, index)
+        return _watch(launcher, stop, lambda: console.update(records.poll()))
+    finally:
+        launcher.stop(0.0 if signals.count > 1 else config.limits.stop_s)
+        console.update(records.poll())
+        console.close()
 
 
 def roles_of(config: Config) -> dict[str, int]:

@@ -203,9 +203,7 @@ class RewardPool:
         """A worker for one use, started where the seat is empty; the seat goes back in every case, in doubt empty."""
         worker = await self._seats.get()
         try:
-            if self._closed:
-                raise RewardError("its pool is closed")
-            worker = worker or self._spawn()
+            worker = self._seated(worker)
             yield worker
         except _WorkerEnded:
             assert worker is not None
@@ -218,9 +216,12 @@ class RewardPool:
                 worker = None
             self._seats.put_nowait(worker)
 
-    def _spawn(self) -> _Worker:
-        worker = _Worker(self._reward)
-        self._workers = {other for other in self._workers if not other.is_gone()} | {worker}
+    def _seated(self, worker: _Worker | None) -> _Worker:
+        if self._closed:
+            raise RewardError("its pool is closed")
+        if worker is None:
+            worker = _Worker(self._reward)
+            self._workers = {other for other in self._workers if not other.is_gone()} | {worker}
         return worker
 
     async def close(self) -> None:

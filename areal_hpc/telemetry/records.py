@@ -18,14 +18,13 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.fs import PRIVATE_FILE
-from areal_hpc.telemetry.trackers import Trackers, TrackerSink
 
 log = logging.getLogger(__name__)
 
@@ -85,27 +84,25 @@ def _plain(value: Any) -> Value:
 
 
 class Recorder:
-    """Writes the records of one process, and hands them to trackers. For one thread of one process.
+    """Writes the records of one process; for one thread of it.
 
-    Recording never ends a run: a full disk costs the records that did not fit, and says so once; trackers live behind
-    ``Trackers``. A process that is started again in the same attempt goes on in the same file.
+    Recording never ends a run: a full disk costs the records that did not fit, and the log says so once. A process
+    that is started again in the same attempt goes on in the same file.
     """
 
-    def __init__(self, path: Path, *, role: str, index: int, epoch: int, sinks: Sequence[TrackerSink] = ()) -> None:
+    def __init__(self, path: Path, *, role: str, index: int, epoch: int) -> None:
         self._identity: dict[str, Any] = {"role": role, "index": index, "epoch": epoch}
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
         self._torn = os.fstat(self._fd).st_size > 0  # the owner before may have been killed within a line
         self._failing = False
         self._spans: dict[str, float] = {}
-        self._trackers = Trackers(sinks)
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write one record; the seconds of spans since the last record join it as ``seconds_<name>``."""
         spans, self._spans = self._spans, {}
         record = Record(time=time.time(), kind=kind, values={**spans, **values}, **self._identity)
         self._append(to_line(record))
-        self._trackers.follow(kind, record.values)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -120,18 +117,14 @@ class Recorder:
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._torn else line
         try:
-            self._torn = os.write(self._fd, data) < len(data)
+            problem = "" if os.write(self._fd, data) == len(data) else "a record was written in part"
         except OSError as error:
-            self._torn = True
-            if not self._failing:
-                log.warning("cannot write %s (%s); its records are lost until that is mended", self._path, error)
-            self._failing = True
-        else:
-            self._failing = self._torn
+            problem = str(error)
+        if problem and not self._failing:
+            log.warning("%s: %s; records are lost until that is mended", self._path, problem)
+        self._torn = self._failing = bool(problem)
 
     def close(self) -> None:
-        """Hand the rest to the trackers (bounded, see ``Trackers.close``) and close the file."""
-        self._trackers.close()
         os.close(self._fd)
 
 

@@ -1,13 +1,18 @@
 """Trackers: TensorBoard and Weights & Biases, behind a wall that nothing of theirs crosses.
 
+    trackers = Trackers(open_sinks(config.telemetry, run))      in the one process that reads all records
+    for record in reader.poll():
+        trackers.follow(record)
+    trackers.close()
+
 They show only what has a step of its own (``TRACKED``), live in a thread of their own, and are opened there at the
 first number, so that an unreachable server, a missing package or a full disk costs a line in the log and never a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -18,6 +23,7 @@ from typing import Any, Protocol
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory
+from areal_hpc.telemetry.records import Record
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +51,14 @@ class Trackers:
         if self._sinks:
             self._thread.start()
 
-    def follow(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Pass on what a tracker shows: finite numbers of a tracked kind, at their step. Never blocks."""
-        if kind not in TRACKED or not self._thread.is_alive() or not isinstance(values.get("step"), int):
+    def follow(self, record: Record) -> None:
+        """Pass on what a tracker shows: the finite numbers of a tracked kind, at their step. Never blocks."""
+        step = record.number("step")
+        if record.kind not in TRACKED or step is None or not self._thread.is_alive():
             return
-        numbers = {key: float(value) for key, value in values.items() if _is_finite(value)}
+        numbers = {key: number for key in record.values if (number := record.number(key)) is not None}
         try:
-            self._queue.put_nowait((kind, values["step"], numbers))
+            self._queue.put_nowait((record.kind, int(step), numbers))
         except queue.Full:
             self._num_lost += 1
             if self._num_lost == 1:
@@ -61,19 +68,14 @@ class Trackers:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let the trackers finish what they were given, for at most ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
         if not self._thread.is_alive():
             return
-        try:
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):  # told below, like any other way of not being done in time
             self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            log.warning(
-                "the trackers did not take their last records within %g s; the JSONL files have them", timeout_s
-            )
-            return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("the trackers did not close within %g s; the JSONL files have every record", timeout_s)
+            log.warning("the trackers were not done within %g s; the run's own files have every record", timeout_s)
 
     def _feed(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -89,10 +91,6 @@ class Trackers:
         except Exception as error:  # a tracker may raise anything, and none of it may reach the run
             log.warning("%s is off from here on: %s: %s", type(sink).__name__, type(error).__name__, error)
             self._sinks.remove(sink)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def open_sinks(config: TelemetryConfig, run: RunDir) -> list[TrackerSink]:

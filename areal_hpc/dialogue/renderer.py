@@ -1,0 +1,95 @@
+"""Messages to token ids and back, by the model's own chat template and tokenizer.
+
+Nothing is ever cut: a prompt that is too long is the caller's to refuse. The tokenizer is shared under a lock, since
+the fast tokenizers of transformers may not be used by two threads at once ("Already borrowed").
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import DataError
+from areal_hpc.types import Message
+
+
+class ChatRenderer:
+    """A ``Renderer`` for the checkpoint directory ``model_path``.
+
+    ``eos_token_ids`` are the tokens that end a turn: those of generation_config.json, config.json and the tokenizer.
+
+    Raises:
+        DataError: the directory holds no tokenizer, or one without a chat template.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self._path = Path(model_path)
+        self._tokenizer = _load_tokenizer(self._path)
+        self._lock = threading.Lock()
+        self.eos_token_ids = _eos_token_ids(self._path, self._tokenizer)
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of the conversation and of the header that begins the assistant's next turn.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        conversation = [dict(message) for message in messages]
+        try:
+            with self._lock:
+                rendered = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = [message.get("role") for message in conversation]
+            raise DataError(
+                f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
+            ) from error
+        return as_token_ids(rendered)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` without special tokens, its spaces as they are."""
+        ids = [int(token) for token in token_ids]
+        with self._lock:
+            text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def as_token_ids(rendered: Any) -> tuple[int, ...]:
+    """The ids in what ``apply_chat_template`` returns: a list, or (transformers 5) a mapping."""
+    ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+    return tuple(int(token) for token in ids)
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not path.is_dir():
+        raise DataError(f"{path} is not a directory; set `model.path` to a Hugging Face checkpoint on disk")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:  # what transformers raises for missing and for unreadable files
+        raise DataError(f"{path} holds no tokenizer that can be loaded ({error}); copy tokenizer.json to it") from error
+    if not tokenizer.chat_template:
+        raise DataError(f"the tokenizer in {path} has no chat template; add chat_template.jinja, or use a chat model")
+    return tokenizer
+
+
+def _eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every end-of-turn token, in order, once; each source may hold one id, a list of them, or nothing."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).is_file():
+            found += _as_list(json.loads((path / name).read_bytes()).get("eos_token_id"))
+    found += _as_list(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _as_list(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
