@@ -77,7 +77,7 @@ def write(
     layout: Mapping[str, Any] | None = None,
     still_leader: Callable[[], None] = _no_successor,
 ) -> Path:
-    """Make the checkpoint of ``version``; when this returns it survives a power cut.
+    """Make the checkpoint of ``version``, replacing one that exists; when this returns it survives a power cut.
 
     Args:
         save: fills the directory it is given; when it returns, all files of all ranks are there.
@@ -92,10 +92,6 @@ def write(
     """
     document = json.dumps(state, indent=1, sort_keys=True).encode()
     path = run.checkpoints / f"step-{version.step:08d}.e{version.epoch:08d}"
-    if path.exists():
-        if _verified(path) is not None:
-            return path  # the same attempt at the same step: the same weights
-        os.rename(path, _pending(path, "trash"))  # noqa: PTH104
     temporary = _pending(path, "tmp")
     temporary.mkdir(mode=PRIVATE_DIR)
     try:
@@ -103,6 +99,8 @@ def write(
         publish(temporary / STATE, document)
         _write_manifest(temporary, version, layout or {})
         still_leader()
+        if path.exists():
+            os.rename(path, _pending(path, "trash"))  # noqa: PTH104
         os.rename(temporary, path)  # noqa: PTH104
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # what cannot be removed now, `sweep` removes

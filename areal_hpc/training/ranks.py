@@ -45,6 +45,20 @@ class Ranks:
         dist.broadcast(buffer, group=self.group, group_src=0)
         return value if self.leads else json.loads(bytes(buffer.cpu().numpy()))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank; it must be JSON data and comes back as such."""
+        data = json.dumps(value).encode()
+        if self.group is None:
+            return [json.loads(data)]
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes, group=self.group)
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.group)
+        return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(every, sizes.tolist(), strict=True)]
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on at least one rank."""
         return bool(self.any_each(np.array([flag]))[0])

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
@@ -39,6 +38,7 @@ from areal_hpc.fs import publish_json, read_json
 from areal_hpc.training.batching import microbatches
 from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer
 from areal_hpc.training.optimizer import Optimizer
+from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
 from areal_hpc.types import Batch, Float32Array
@@ -75,15 +75,15 @@ class ReferenceBackend:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
         self._algorithm, self._config, self._temperature = algorithm, trainer, temperature
         self._loss = table.find(algorithm.name).loss
-        self._group, self._rank = group, group.rank() if group is not None else 0
         self._source, self._seed, self._step = Path(model_path), seed, 0
         self._device = torch.device(accelerator.detect().device)
+        self._ranks = Ranks(group, str(self._device))
         self._model = load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
         self._seed_rank()
 
     def _seed_rank(self) -> None:
-        torch.manual_seed(self._seed + self._rank + 1_000_003 * self._step)
+        torch.manual_seed(self._seed + self._ranks.rank + 1_000_003 * self._step)
 
     # Forward
 
@@ -137,7 +137,8 @@ class ReferenceBackend:
         A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
         """
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
-        totals = self._num_trainable(minibatches)
+        counts = self._ranks.gather([batch.num_trainable for batch in minibatches])
+        totals = [sum(of_ranks) for of_ranks in zip(*counts, strict=True)]  # what each loss is divided by
         parts: list[Stats] = []
         norms: list[float] = []
         for batch, total in zip(minibatches, totals, strict=True):
@@ -145,7 +146,7 @@ class ReferenceBackend:
                 continue
             self._optimizer.zero_grad()
             parts += [self._backward(part, total) for part, _ in self._microbatches(batch)]
-            self._optimizer.reduce(self._group)
+            self._optimizer.reduce(self._ranks.group)
             norms.append(self._optimizer.step(lr))
         self._step += 1
         applied = [norm for norm in norms if math.isfinite(norm)]
@@ -159,13 +160,6 @@ class ReferenceBackend:
             "skipped_nonfinite": float(len(norms) - len(applied)),
             "skipped_empty": float(len(minibatches) - len(norms)),
         }
-
-    def _num_trainable(self, minibatches: Sequence[Batch]) -> list[int]:
-        """Trainable tokens of each minibatch over all ranks: what its loss is divided by."""
-        counts = torch.tensor([batch.num_trainable for batch in minibatches], dtype=torch.int64, device=self._device)
-        if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
-        return [int(count) for count in counts]
 
     def _backward(self, batch: Batch, total: int) -> Stats:
         """Add one micro-batch's gradient of (sum of its token losses / total)."""
@@ -192,12 +186,13 @@ class ReferenceBackend:
 
     def _reduced(self, parts: Sequence[Stats]) -> dict[str, float]:
         """Statistics over all micro-batches of all ranks; a rank without any has no names to offer."""
-        local = {name: (first.cpu(), count.cpu()) for name, (first, count) in merge(parts).items()}
-        ranks: list[Any] = [local]
-        if self._group is not None:
-            ranks = [None] * self._group.size()
-            dist.all_gather_object(ranks, local, group=self._group)
-        return finish(merge([stats for stats in ranks if stats]))
+        local = {name: (float(first), int(count)) for name, (first, count) in merge(parts).items()}
+        ranks = [
+            {name: (torch.tensor(first), torch.tensor(count)) for name, (first, count) in stats.items()}
+            for stats in self._ranks.gather(local)
+            if stats
+        ]
+        return finish(merge(ranks))
 
     # Weights and checkpoints
 
@@ -212,17 +207,14 @@ class ReferenceBackend:
 
     def save(self, directory: str) -> None:
         """Write model, optimizer, step and the random streams of all ranks; rank 0 does, the others contribute."""
-        streams: list[Any] = [rng_state(self._device)]
-        if self._group is not None:
-            streams = [None] * self._group.size()
-            dist.all_gather_object(streams, rng_state(self._device), group=self._group)
-        if self._rank != 0:
+        streams = self._ranks.gather(rng_state(self._device))
+        if not self._ranks.leads:
             return
         path = Path(directory)
         save_file(_on_host(self._optimizer.masters), path / "model.safetensors")
         save_file(_on_host(self._optimizer.state_dict()), path / "optimizer.safetensors")
-        torch.save(streams, path / "rng.pt")
-        publish_json(path / "trainer.json", {"step": self._step, "num_updates": self._optimizer.num_updates})
+        progress = {"step": self._step, "num_updates": self._optimizer.num_updates}
+        publish_json(path / "trainer.json", {**progress, "random_streams": streams})
 
     def load(self, directory: str) -> None:
         """Continue from what ``save`` wrote, on this or any other number of ranks.
@@ -237,15 +229,15 @@ class ReferenceBackend:
         masters, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
-        streams = torch.load(path / "rng.pt", weights_only=True)
-        if self._rank < len(streams):
-            restore_rng(streams[self._rank], self._device)  # last: whatever comes before may draw numbers
+        streams = progress["random_streams"]
+        if self._ranks.rank < len(streams):
+            restore_rng(streams[self._ranks.rank], self._device)  # last: whatever comes before may draw numbers
         else:
             self._seed_rank()
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint directory, tokenizer included; rank 0 does."""
-        if self._rank != 0:
+        if not self._ranks.leads:
             return
         self._model.save_pretrained(directory)
         add_what_older_readers_need(Path(directory) / "config.json")

@@ -161,14 +161,12 @@ def test_B9_a_step_below_existing_ones_can_be_saved_and_is_the_newest(run: RunDi
     assert names(run) == ["step-00000015.e00000002", "step-00000020.e00000001"]
 
 
-def test_the_same_version_twice_is_one_checkpoint(run: RunDir) -> None:
-    first = make(run, 10)
-    assert write(run, v(10), lambda _: pytest.fail("saved again"), {}) == first
-
-
-def test_a_damaged_checkpoint_of_the_same_version_is_replaced(run: RunDir) -> None:
+def test_the_same_version_again_takes_the_place_of_the_first(run: RunDir) -> None:
     (make(run, 10) / "model.bin").unlink()
-    assert verify(make(run, 10)).state == {"telemetry_step": 10}
+    path = write(run, v(10), save, {"telemetry_step": 11})
+    assert verify(path).state == {"telemetry_step": 11}
+    prune(run, keep=1)
+    assert names(run) == [path.name]
 
 
 # Failures while writing
