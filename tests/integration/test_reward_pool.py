@@ -205,6 +205,8 @@ def test_idle_workers_use_no_cpu() -> None:
     async def test() -> None:
         async with pool_of() as pool:
             worker = psutil.Process(int(await pool.score("pid", PROMPT)))
+            await until(lambda: worker.status() == psutil.STATUS_SLEEPING)
+            await asyncio.sleep(0.1)
             before = worker.cpu_times(), worker.num_ctx_switches()
             await asyncio.sleep(0.3)
             assert (worker.cpu_times(), worker.num_ctx_switches()) == before
