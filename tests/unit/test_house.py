@@ -36,7 +36,7 @@ DOORS = {
     "h5py": ("buffer/",),
     "torch_npu": ("accelerator.py",),
     "transformers": ("dialogue/renderer.py", "generation/embedded/", "training/reference.py", "tasks/tiny_model.py"),
-    "aiohttp": ("generation/client.py", "generation/embedded/", "proxy/"),
+    "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
     "mpi4py": ("cluster/rendezvous.py",),
     "msgpack": ("buffer/",),
     "datasets": ("prompts.py",),

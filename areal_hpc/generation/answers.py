@@ -1,0 +1,171 @@
+"""What goes to an engine and what comes back, as pure functions: requests to JSON, JSON to checked tokens.
+
+The shapes are those of SGLang's native ``/generate``. Nothing an engine says is believed: counts must agree, log-probs
+be finite, version spans cover the tokens without a gap, and no token be older than the weights that the engine was
+known to serve before the request was sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+
+
+class BadAnswer(Exception):
+    """An engine's answer cannot be used; the client turns this into a GenerationError that names the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One HTTP answer: a whole completion, or the part of one up to an interruption."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop: StopReason
+    text: str
+
+
+def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) -> dict[str, Any]:
+    """The body that asks for what is still missing after the tokens ``so_far``; the budget left is exact."""
+    return {
+        "rid": rid,
+        "input_ids": [*request.token_ids, *so_far],
+        "sampling_params": sampling_params(request.sampling, request.sampling.max_new_tokens - len(so_far)),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+    }
+
+
+def sampling_params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    """Every field of ``sampling`` under the name that SGLang gives it."""
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return params
+
+
+def version_number(label: Any, default: int) -> int:
+    """The optimizer step that an engine's version label stands for; an engine never updated says "default".
+
+    Raises:
+        BadAnswer: the label is no number; somebody else updates this engine.
+    """
+    if label in (None, "default"):
+        return default
+    try:
+        return int(label)
+    except (TypeError, ValueError) as error:
+        raise BadAnswer(f"its weight version is {label!r}, where a step number was expected") from error
+
+
+def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
+    """One answer of ``/generate``, checked.
+
+    Args:
+        budget: most tokens that were asked for.
+        pinned: version the engine was known to serve before the request was sent.
+        initial: version that the label "default" stands for.
+        in_place: updates freeze running requests, so that one answer may span versions; else they interrupt them.
+
+    Raises:
+        BadAnswer: anything does not add up.
+    """
+    try:
+        return _parsed(body, budget, pinned, initial, in_place)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
+
+
+def _parsed(body: Any, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
+    meta = body["meta_info"]
+    token_ids, logprobs = _tokens(body.get("output_ids"), meta.get("output_token_logprobs"))
+    if len(token_ids) > budget:
+        raise BadAnswer(f"it sampled {len(token_ids)} tokens where {budget} were asked for")
+    versions = _versions(meta, len(token_ids), pinned, initial, in_place)
+    if versions and min(versions) < pinned:
+        raise BadAnswer(f"it sampled with version {min(versions)} after it had served version {pinned}")
+    return Answer(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        stop=_stop(meta.get("finish_reason")),
+        text=str(body.get("text") or ""),
+    )
+
+
+def _tokens(output_ids: Any, rows: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and log-probs; ``rows`` are [log-prob, token id, text or null]."""
+    if not isinstance(output_ids, Sequence) or not isinstance(rows, Sequence):
+        raise BadAnswer("its answer lacks token ids or their log-probs")
+    if [row[1] for row in rows] != list(output_ids):
+        raise BadAnswer(f"its {len(output_ids)} tokens and {len(rows)} log-probs are not of the same tokens")
+    logprobs = tuple(row[0] for row in rows)
+    for position, logprob in enumerate(logprobs):
+        if not isinstance(logprob, int | float) or not math.isfinite(np.float32(logprob)):
+            raise BadAnswer(f"the log-prob of token {position} is {logprob}")
+    return tuple(output_ids), logprobs
+
+
+def _versions(meta: Mapping[str, Any], num_tokens: int, pinned: int, initial: int, in_place: bool) -> tuple[int, ...]:
+    """Which weights sampled each token.
+
+    The engine's own spans say it. Without spans there is one version, that at the end: true if updates interrupt, and
+    also if it is the version known at the start.
+    """
+    spans = meta.get("weight_versions")
+    if not spans:
+        version = version_number(meta.get("weight_version"), initial)
+        if in_place and version != pinned and num_tokens:
+            raise BadAnswer("it was updated meanwhile and does not say which tokens came before the update")
+        return (version,) * num_tokens
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] < span["start"]:
+            raise BadAnswer(f"its version spans {spans} leave a gap")
+        versions += [version_number(span["version"], initial)] * (span["end"] - span["start"])
+    if len(versions) != num_tokens:
+        raise BadAnswer(f"its version spans {spans} cover {len(versions)} of {num_tokens} tokens")
+    return tuple(versions)
+
+
+def _stop(reason: Any) -> StopReason:
+    if not isinstance(reason, Mapping) or reason.get("type") not in tuple(StopReason):
+        raise BadAnswer(f"its finish reason is {reason!r}")
+    if reason["type"] == StopReason.ABORT and reason.get("status_code"):
+        raise BadAnswer(f"it gave the request up: {reason.get('message')} (status {reason['status_code']})")
+    return StopReason(reason["type"])
+
+
+def join_answers(answers: Sequence[Answer], budget: int) -> Completion:
+    """The completion that an answer and its continuations make; without any, one that was aborted at once.
+
+    An interruption at the last token of the budget interrupts nothing: that answer is complete.
+    """
+    token_ids = [token for answer in answers for token in answer.token_ids]
+    stop = answers[-1].stop if answers else StopReason.ABORT
+    if stop is StopReason.ABORT and len(token_ids) == budget:
+        stop = StopReason.LENGTH
+    return Completion(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array([logprob for answer in answers for logprob in answer.logprobs], dtype=np.float32),
+        versions=np.array([version for answer in answers for version in answer.versions], dtype=np.int32),
+        stop=stop,
+        text="".join(answer.text for answer in answers),
+    )

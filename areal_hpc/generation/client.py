@@ -1,0 +1,325 @@
+"""One engine, as a rollout worker (``Generator``) and a trainer (``WeightTarget``) see it, over SGLang's native API.
+
+    rollout worker                                   trainer
+    answer = await client.generate(request)          await client.join(group, rank)          each membership
+      interrupted? ask again for what is missing     await client.pause()
+      updated meanwhile? each token has its version  await client.load_bucket(name, specs)   each bucket
+                                                     await client.resume(version)
+
+An update is made in the one way that is right on every engine. Where the engine reports version spans, a pause freezes
+running requests in place and they go on under the new weights, keeping their cache. Where it does not, a pause ends
+them: what they have so far comes back, and the client asks for the rest. So an answer without spans has one version.
+A stop string that straddles such an interruption is not seen by the engine; stop token ids always are.
+
+One client belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.collective import bracketed
+from areal_hpc.errors import GenerationError, WeightUpdateError
+from areal_hpc.generation.answers import Answer, BadAnswer, join_answers, parse_answer, request_body, version_number
+from areal_hpc.generation.connection import Connection, EngineLost, excerpt
+from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
+
+FIRST_VERSION_WITH_SPANS = (0, 5, 19)
+"""The first SGLang whose answers say which weights sampled which tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Longest times of one call, in seconds."""
+
+    connect_s: float = 10.0
+    generate_s: float = 1800.0
+    """A whole completion, with its interruptions and the pauses it sits through."""
+    admin_s: float = 30.0
+    """Pause, continue, abort, version, health."""
+    load_s: float = 120.0
+    """Joining a group, and taking one bucket or one directory of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do beyond the oldest API, read once from its ``/server_info``."""
+
+    in_place: bool
+    """It reports version spans, so that updates need not interrupt."""
+    checksums: bool
+    """It compares the CRC-32C of each tensor it receives."""
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any]) -> Capabilities:
+        """From SGLang's ``version``, and from ``features``, a list that our own engine adds."""
+        numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
+        features = info.get("features") or ()
+        return cls(
+            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or "weight_versions" in features,
+            checksums="checksums" in features,
+        )
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request that has not been answered to the caller yet."""
+
+    rid: str
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineClient:
+    """A client of the engine replica at ``url``.
+
+    Args:
+        name: what errors and reports call the engine.
+        num_ranks: its tensor-parallel ranks, each a member of a weight group.
+        token: what its server asks for, or the file that holds it; empty for none.
+        version: weights it was started with, for engines that call them "default".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        num_ranks: int = 1,
+        token: str | Path = "",
+        version: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.name = name
+        self.num_ranks = num_ranks
+        self.version = version
+        self.limits = limits or Limits()
+        self._initial = version
+        self._http = Connection(f"engine {name}", url, token=token, connect_s=self.limits.connect_s)
+        self._capabilities: Capabilities | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._has_sessions = True  # /begin_weight_update exists, until it answers 404
+        self._in_session = False
+        self._broken = False  # a call of the update at hand failed
+        self._outdated = ""  # why it must serve nothing
+
+    def __repr__(self) -> str:
+        return str(self._http)
+
+    async def close(self) -> None:
+        """Close the connections; the engine runs on."""
+        await self._http.close()
+
+    async def probe(self) -> int:
+        """The version that the engine serves, asked now.
+
+        Raises:
+            GenerationError: it is not healthy.
+        """
+        status, answer = await self._http.call("GET", "/health", None, self.limits.admin_s)
+        self._http.accepted("/health", status, answer)
+        self._capabilities = None  # it may be another process by now
+        await self._probed()
+        return self.version
+
+    async def _probed(self) -> Capabilities:
+        """The engine's capabilities, asked once for each life of it."""
+        if self._capabilities is None:
+            info = await self._described("/server_info", "/get_server_info")
+            model = await self._described("/model_info", "/get_model_info")
+            try:
+                self.version = version_number(model.get("weight_version"), self._initial)
+            except BadAnswer as error:
+                raise GenerationError(f"{self!r} cannot be used: {error}") from error
+            self._capabilities = Capabilities.read(info)
+        return self._capabilities
+
+    async def _described(self, path: str, old_path: str) -> Mapping[str, Any]:
+        status, answer = await self._http.call("GET", path, None, self.limits.admin_s)
+        if status == 404:
+            status, answer = await self._http.call("GET", old_path, None, self.limits.admin_s)
+        answer = self._http.accepted(path, status, answer)
+        if not isinstance(answer, Mapping):
+            raise GenerationError(f"{self!r} does not describe itself at {path}: {excerpt(answer)}")
+        return answer
+
+    # Generator
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion; an answer that the engine cut short is continued until it is whole or ``abort`` is called.
+
+        Raises:
+            EngineRefused: nothing was sent.
+            EngineLost: it broke off, or did not finish in time.
+            GenerationError: it answered with an error or with garbage, or it missed a weight update.
+        """
+        if self._outdated:
+            raise GenerationError(f"{self!r} serves nothing: {self._outdated}")
+        assert request.request_id not in self._in_flight, f"request {request.request_id} is in flight"
+        flight = self._in_flight[request.request_id] = _InFlight(request.request_id)
+        try:
+            async with asyncio.timeout(self.limits.generate_s):
+                return await self._complete(request, flight)
+        except TimeoutError as error:
+            raise EngineLost(f"{self!r} did not finish a request in {self.limits.generate_s:g} s") from error
+        except BadAnswer as error:
+            raise GenerationError(f"{self!r} gave an answer that cannot be used: {error}") from error
+        finally:
+            del self._in_flight[request.request_id]
+            flight.done.set()
+
+    async def _complete(self, request: GenerationRequest, flight: _InFlight) -> Completion:
+        budget = request.sampling.max_new_tokens
+        answers: list[Answer] = []
+        so_far: list[int] = []
+        idle = 0
+        while not flight.aborted:
+            flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
+            answer = await self._ask(request_body(request, flight.rid, so_far), budget - len(so_far))
+            answers.append(answer)
+            so_far.extend(answer.token_ids)
+            if answer.stop.is_complete() or len(so_far) == budget:
+                break
+            idle = 0 if answer.token_ids else idle + 1
+            await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
+        return join_answers(answers, budget)
+
+    async def _ask(self, body: dict[str, Any], budget: int) -> Answer:
+        capabilities = await self._probed()
+        pinned = self.version
+        status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s)
+        if status != 200:
+            raise BadAnswer(f"status {status}, {excerpt(answer)}")
+        parsed = parse_answer(
+            answer, budget=budget, pinned=pinned, initial=self._initial, in_place=capabilities.in_place
+        )
+        self.version = max(self.version, *parsed.versions[-1:], pinned)
+        return parsed
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its ``generate`` then returns what there is, with stop reason ``ABORT``.
+
+        Raises:
+            GenerationError: the engine took the order and went on with the request.
+        """
+        flight = self._in_flight.get(request_id)
+        if flight is None:
+            return
+        flight.aborted = True
+        limit_s = self.limits.admin_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not flight.done.is_set():  # again, since the order may have crossed a continuation on its way
+                    await self._http.order("/abort_request", {"rid": flight.rid}, limit_s)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(flight.done.wait(), 1.0)
+        except TimeoutError as error:
+            raise GenerationError(f"{self!r} runs request {request_id} {limit_s:g} s after its abort") from error
+
+    # WeightTarget
+
+    async def join(self, group: GroupAddress, rank_offset: int) -> None:
+        """Enter a weight group as ranks ``rank_offset`` and the following; returns when the group is complete."""
+        body = {
+            "master_address": bracketed(group.host),
+            "master_port": group.port,
+            "rank_offset": rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._once("/init_weights_update_group", body)
+
+    async def leave(self, group_name: str) -> None:
+        """Drop a weight group. An engine that knows no group of that name has left it just as well."""
+        await self._order("/destroy_weights_update_group", {"group_name": group_name}, also=400)
+
+    async def pause(self) -> None:
+        """Stop sampling. Running requests freeze, or come back as far as they are where updates interrupt."""
+        try:
+            capabilities = await self._probed()
+            mode = "in_place" if capabilities.in_place else "abort"
+            await self._http.order("/pause_generation", {"mode": mode}, self.limits.admin_s)
+            if self._in_session:  # of an update that failed; either answer leaves none open
+                await self._http.call("POST", "/end_weight_update", {}, self.limits.admin_s)
+                self._in_session = False
+        except GenerationError as error:
+            raise WeightUpdateError(f"{self!r} cannot be paused: {error}") from error
+        self._broken = False
+
+    async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None:
+        """Receive one bucket that rank 0 broadcasts at the same time."""
+        await self._begin_session()
+        body: dict[str, Any] = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        if self._capabilities is not None and self._capabilities.checksums:
+            body["checksums"] = [spec.checksum for spec in specs]
+        await self._once("/update_weights_from_distributed", body)
+
+    async def _begin_session(self) -> None:
+        """Engines from SGLang 0.5.21 on load weights between a begin and an end; older ones know neither."""
+        if self._in_session or not self._has_sessions:
+            return
+        self._in_session = self._has_sessions = await self._once("/begin_weight_update", {}, may_lack=True)
+
+    async def load_directory(self, path: str, version: int) -> None:
+        """Load the safetensors files in ``path``, which the engine's machine must see."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": False, "abort_all_requests": False}
+        await self._once("/update_weights_from_disk", body)
+
+    async def resume(self, version: int) -> None:
+        """Sample on, under the name ``version``. What was cached for finished requests is forgotten where possible.
+
+        Raises:
+            WeightUpdateError: the engine refuses, or it did not take the weights whole since the last pause.
+        """
+        if self._broken:
+            raise WeightUpdateError(f"{self!r} is not resumed: {self._outdated}")
+        if self._in_session:
+            await self._once("/end_weight_update", {})
+            self._in_session = False
+        await self._order("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        # Prefixes computed by old weights go. Frozen requests need theirs: an engine that has any refuses, with 400.
+        frozen = self._capabilities is not None and self._capabilities.in_place
+        await self._order("/flush_cache", {}, also=400 if frozen else 200)
+        await self._order("/continue_generation", {})
+        self.version = version
+        self._outdated = ""
+
+    async def _once(self, path: str, body: dict[str, Any], *, may_lack: bool = False) -> bool:
+        """A call that must not be repeated: when it fails, nobody knows what the engine holds.
+
+        Returns:
+            False where the engine lacks the call, which ``may_lack`` allows.
+        """
+        taken = False
+        try:
+            status, answer = await self._http.call("POST", path, body, self.limits.load_s)
+            if status != 404 or not may_lack:
+                self._http.accepted(path, status, answer)
+            taken = True
+        except GenerationError as error:
+            raise WeightUpdateError(str(error)) from error
+        finally:
+            if not taken:  # a cancelled call, too, leaves weights that nobody knows
+                self._broken, self._outdated = True, f"it missed a weight update, at {path}"
+        return status != 404
+
+    async def _order(self, path: str, body: dict[str, Any], *, also: int = 200) -> None:
+        """A weight-update call that may be repeated; ``also`` is another status that means success."""
+        try:
+            await self._http.order(path, body, self.limits.admin_s, also=also)
+        except GenerationError as error:
+            raise WeightUpdateError(str(error)) from error

@@ -1,0 +1,133 @@
+"""One HTTP connection to an engine: bounded calls, and errors that say whether the engine ever saw the request.
+
+What may be repeated: a connection that was refused, since nothing was sent (``call`` does that by itself); and calls
+whose second effect is none (``order``). A request that was sent and not answered is never sent again. No proxy from the
+environment is used, and the token appears in no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from areal_hpc.errors import GenerationError
+
+ATTEMPTS = 4
+"""How often a call that may be repeated is made, with growing pauses in between."""
+
+
+class EngineLost(GenerationError):
+    """The engine broke the connection or did not answer in time; whether it worked on the request is not known."""
+
+
+class EngineRefused(EngineLost):
+    """The engine took no connection, so it never saw the request: another engine may be asked."""
+
+
+class Connection:
+    """Calls to the server at ``url``.
+
+    Args:
+        who: how errors name the engine; it stands before the address.
+        token: what the server asks for, or the file that holds it; empty for none.
+        connect_s: longest time until a connection stands.
+    """
+
+    def __init__(self, who: str, url: str, *, token: str | Path, connect_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._who = who
+        self._token = token
+        self._connect_s = connect_s
+        self._session: aiohttp.ClientSession | None = None
+
+    def __str__(self) -> str:
+        return f"{self._who} at {self.url}"
+
+    async def call(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, Any]:
+        """One exchange: status, and the JSON answer (the text where it is none).
+
+        Raises:
+            EngineRefused: no connection, however often it was tried.
+            EngineLost: no answer in ``limit_s`` seconds, or half of one.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._exchange(method, path, body, limit_s)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                if attempt == ATTEMPTS - 1:
+                    raise EngineRefused(f"{self} takes no connection: {error}") from error
+                await asyncio.sleep(0.1 * 2**attempt)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise EngineLost(f"{self} did not answer {path}: {type(error).__name__} {error}") from error
+        raise AssertionError("the last attempt returns or raises")
+
+    async def order(self, path: str, body: Any, limit_s: float, *, also: int = 200) -> Any:
+        """POST until it is answered, ``ATTEMPTS`` times at most; for calls whose second effect is none.
+
+        Args:
+            also: another status that means success.
+
+        Raises:
+            GenerationError: refused, or lost each time.
+        """
+        for attempt in range(ATTEMPTS):
+            last = attempt == ATTEMPTS - 1
+            try:
+                status, answer = await self.call("POST", path, body, limit_s)
+            except EngineLost:
+                if last:
+                    raise
+            else:
+                if status < 500 or last:
+                    return answer if status == also != 200 else self.accepted(path, status, answer)
+            await asyncio.sleep(0.1 * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def accepted(self, path: str, status: int, answer: Any) -> Any:
+        """``answer``, if it is a success.
+
+        Raises:
+            GenerationError: it is a refusal.
+        """
+        if status != 200 or (isinstance(answer, dict) and not answer.get("success", True)):
+            raise GenerationError(f"{self} refused {path}: status {status}, {excerpt(answer)}")
+        return answer
+
+    async def close(self) -> None:
+        """Close what is open; a later call opens it again."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _exchange(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, Any]:
+        if self._session is None:
+            self._session = self._open()
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
+        async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            return response.status, _decoded(await response.text())
+
+    def _open(self) -> aiohttp.ClientSession:
+        token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token
+        return aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            # A connection for each call: one that the server closed while it lay idle would lose a request unseen.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            trust_env=False,
+        )
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def excerpt(answer: Any) -> str:
+    """An answer as an error message can carry it."""
+    text = str(answer)
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,0 +1,154 @@
+"""Several engines as one ``Generator``: sessions stay, load is level, the dead leave and the living come back.
+
+A member takes requests while its last sign of life was good and it serves the newest weights that ``expect`` named.
+One that breaks a connection, or is found behind, is out until a probe finds it healthy and up to date. A request is
+given to another engine only if the first never saw it; one that was lost on the way fails, and its caller decides.
+
+                 connection broken, refused, or weights behind
+        in  ------------------------------------------------->  out
+        in  <-------------------------------------------------  out
+                 probe: healthy and serving what is expected
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from areal_hpc.errors import GenerationError
+from areal_hpc.generation.connection import EngineLost, EngineRefused
+from areal_hpc.types import Completion, GenerationRequest
+
+MAX_SESSIONS = 65536
+"""Sessions remembered; the longest unused is forgotten first and starts again wherever there is room."""
+
+
+class Engine(Protocol):
+    """What the router needs of a member; ``EngineClient`` and ``ScriptedGenerator`` are such."""
+
+    name: str
+    version: int
+
+    async def generate(self, request: GenerationRequest) -> Completion: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def probe(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    engine: Engine
+    outstanding: int = 0  # tokens: prompts and budgets of its running requests
+    trouble: str = ""  # why it is out
+
+
+class Router:
+    """A ``Generator`` over ``engines``.
+
+    Args:
+        probe_s: seconds between two looks at the members that are out.
+        wait_s: longest time a request waits for a member to come back when all are out.
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, probe_s: float = 2.0, wait_s: float = 300.0) -> None:
+        assert engines, "a router needs an engine"
+        self._members = [_Member(engine) for engine in engines]
+        self._probe_s = probe_s
+        self._wait_s = wait_s
+        self._expected = 0
+        self._sessions: OrderedDict[str, _Member] = OrderedDict()
+        self._serving: dict[str, _Member] = {}  # by request id
+        self._returned = asyncio.Condition()
+        self._prober: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion from the session's engine, else from the one with the fewest outstanding tokens.
+
+        Raises:
+            GenerationError: the engine failed, or none was there in time; names the engine, or all with their trouble.
+        """
+        cost = len(request.token_ids) + request.sampling.max_new_tokens
+        while True:
+            member = await self._choose(request.session)
+            member.outstanding += cost
+            self._serving[request.request_id] = member
+            try:
+                return await member.engine.generate(request)
+            except EngineLost as error:
+                self._put_out(member, str(error))
+                if not isinstance(error, EngineRefused):
+                    raise
+            finally:
+                member.outstanding -= cost
+                del self._serving[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its ``generate`` returns what there is. Nothing happens if it is not running."""
+        if member := self._serving.get(request_id):
+            await member.engine.abort(request_id)
+
+    def expect(self, version: int) -> None:
+        """Give requests only to engines that serve ``version`` or newer: call it when that is published."""
+        self._expected = max(self._expected, version)
+        for member in self._members:
+            if not member.trouble and member.engine.version < self._expected:
+                self._put_out(member, f"serves version {member.engine.version}, expected {self._expected}")
+
+    def outstanding(self) -> dict[str, int]:
+        """Outstanding tokens by engine name."""
+        return {member.engine.name: member.outstanding for member in self._members}
+
+    def out(self) -> dict[str, str]:
+        """The members that take no requests, and why."""
+        return {member.engine.name: member.trouble for member in self._members if member.trouble}
+
+    async def close(self) -> None:
+        """Stop probing and close every client."""
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
+        for member in self._members:
+            await member.engine.close()
+
+    async def _choose(self, session: str) -> _Member:
+        try:
+            async with asyncio.timeout(self._wait_s), self._returned:
+                await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
+        except TimeoutError as error:
+            raise GenerationError(f"no engine came back in {self._wait_s:g} s: {self.out()}") from error
+        member = self._sessions.get(session)
+        if member is None or member.trouble:
+            member = min((m for m in self._members if not m.trouble), key=lambda m: m.outstanding)
+        if session:
+            self._sessions[session] = member
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return member
+
+    def _put_out(self, member: _Member, trouble: str) -> None:
+        member.trouble = trouble
+        if self._prober is None or self._prober.done():
+            self._prober = asyncio.get_running_loop().create_task(self._probe_until_all_are_in())
+
+    async def _probe_until_all_are_in(self) -> None:
+        while troubled := [member for member in self._members if member.trouble]:
+            await asyncio.gather(*(self._probe(member) for member in troubled))
+            async with self._returned:
+                self._returned.notify_all()
+            await asyncio.sleep(self._probe_s)
+
+    async def _probe(self, member: _Member) -> None:
+        try:
+            version = await member.engine.probe()
+        except GenerationError as error:
+            member.trouble = str(error)
+            return
+        behind = version < self._expected
+        member.trouble = f"serves version {version}, expected {self._expected}" if behind else ""

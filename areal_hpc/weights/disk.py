@@ -1,0 +1,130 @@
+"""New weights by way of a directory that trainer and engines both see: slow, but any engine can load it at any time.
+
+write safetensors into a hidden directory     generation goes on
+manifest, fsync, rename                       the version appears, whole
+pause all -> load the directory -> resume all
+remove older versions
+
+<directory>/v00000012.e00000003.0/            version, epoch of the run, and a count, since a version may come twice
+    model-00001.safetensors ...               Hugging Face names
+    manifest.json                             what each file must be: size, tensors and their CRC-32C
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_hpc.buckets import Bucket, plan_buckets, unpack
+from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
+from areal_hpc.protocols import WeightTarget
+from areal_hpc.weights.membership import Membership
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST = "manifest.json"
+VERSION_NAME = re.compile(r"v(\d{8})\.e(\d{8})\.(\d+)")
+UNFINISHED = ".tmp"
+
+
+class DiskTransport:
+    """A ``WeightTransport`` on the trainer's rank 0.
+
+    Args:
+        directory: on a file system that the engines see under the same path.
+        epoch: the attempt of the run; what older attempts left behind is removed.
+        keep: newest versions that stay.
+        file_bytes: size of one safetensors file.
+        timeout_s: longest time of any one call to an engine.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        targets: Sequence[WeightTarget],
+        *,
+        epoch: int,
+        keep: int = 1,
+        file_bytes: int = 1 << 30,
+        timeout_s: float = 600.0,
+    ) -> None:
+        assert keep >= 1, "the version being served must stay"
+        self.membership = Membership(targets, timeout_s)
+        self._directory = make_private_directory(directory)
+        self._epoch = epoch
+        self._keep = keep
+        self._file_bytes = file_bytes
+        self._count = itertools.count()
+
+    async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+        """Bring every member to ``version``; see ``BroadcastTransport.publish``.
+
+        Raises:
+            WeightUpdateError: names the engines at fault; the others are paused. Also if there are none.
+            OSError: the version could not be written; every engine samples on as it was.
+        """
+        start = time.monotonic()
+        stream = iter(weights)
+        try:
+            self.membership.require()
+            place, size = self._write(version, stream)
+        finally:
+            deque(stream, maxlen=0)
+        paused = time.monotonic()
+        await self.membership.all("pause", lambda target: target.pause())
+        await self.membership.all("load weights", lambda target: target.load_directory(str(place), version))
+        await self.membership.all("resume", lambda target: target.resume(version))
+        end = time.monotonic()
+        await asyncio.to_thread(self._remove_old)
+        return {"seconds": end - start, "seconds_paused": end - paused, "bytes": float(size)}
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _write(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[Path, int]:
+        """The version's directory, complete, and its size in bytes."""
+        name = f"v{version:08d}.e{self._epoch:08d}.{next(self._count)}"
+        hidden = self._directory / f".{name}{UNFINISHED}"
+        hidden.mkdir(mode=0o700)
+        files = {}
+        for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu"), start=1):
+            file = hidden / f"model-{number:05d}.safetensors"
+            _write_file(file, bucket)
+            files[file.name] = _describe(file, bucket)
+        publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
+        place = self._directory / name
+        hidden.rename(place)
+        fsync_directory(self._directory)
+        return place, sum(entry["bytes"] for entry in files.values())
+
+    def _remove_old(self) -> None:
+        """Keep the newest versions; the rest goes, and so does what earlier attempts did not finish."""
+        found = []
+        for name in os.listdir(self._directory):
+            match = VERSION_NAME.fullmatch(name.removeprefix(".").removesuffix(UNFINISHED))
+            if match:
+                version, epoch, count = (int(group) for group in match.groups())
+                found.append(((not name.startswith("."), epoch, version, count), name))
+        for _, name in sorted(found)[: -self._keep]:
+            shutil.rmtree(self._directory / name)
+
+
+def _write_file(path: Path, bucket: Bucket) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(unpack(bucket.buffer, bucket.specs)), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _describe(path: Path, bucket: Bucket) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "crc32c": {spec.name: spec.checksum for spec in bucket.specs}}

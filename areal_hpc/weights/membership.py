@@ -1,0 +1,93 @@
+"""Which engines get new weights, and what every transport does to all of them at once.
+
+    members --an engine fails a call--> lost        it stays paused and takes no part until `admit` brings it back
+    members <------- admit -----------  anyone      a new engine, or one that was restarted
+
+A failed update is not resumed: the members that are left stay paused, with weights that may be half new, until a
+publish goes through. So an update either ends with every member on the new version, or it raises and nobody samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.protocols import WeightTarget
+
+Call = Callable[[WeightTarget], Awaitable[None]]
+
+
+class Membership:
+    """The engines of one transport.
+
+    Args:
+        timeout_s: longest time that any one call to an engine may take.
+    """
+
+    def __init__(self, targets: Sequence[WeightTarget], timeout_s: float) -> None:
+        assert len({target.name for target in targets}) == len(targets), "engines need names of their own"
+        self.members = list(targets)
+        self.lost: dict[str, str] = {}
+        self.timeout_s = timeout_s
+        self.changes = 0
+        """How often ``members`` has changed."""
+
+    def admit(self, target: WeightTarget) -> None:
+        """Let ``target`` take part from the next publish on, in place of any member of that name."""
+        self.members = [member for member in self.members if member.name != target.name] + [target]
+        self.lost.pop(target.name, None)
+        self.changes += 1
+
+    def require(self) -> None:
+        """Raises WeightUpdateError if nobody is left."""
+        if not self.members:
+            raise WeightUpdateError(f"no engine is left that could take new weights; lost: {self.lost}")
+
+    async def attempt(self, target: WeightTarget, what: str, call: Call) -> None:
+        """One call in bounded time.
+
+        Raises:
+            WeightUpdateError: it failed or took too long.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await call(target)
+        except TimeoutError as error:
+            message = f"engine {target.name} did not {what} in {self.timeout_s:g} s"
+            raise WeightUpdateError(message) from error
+
+    async def failures(self, what: str, call: Call) -> dict[str, str]:
+        """Make one call to every member at once; the names of those that failed, with the reason."""
+        attempts = (self.attempt(target, what, call) for target in self.members)
+        outcomes = await asyncio.gather(*attempts, return_exceptions=True)
+        reasons: dict[str, str] = {}
+        for target, outcome in zip(self.members, outcomes, strict=True):
+            if isinstance(outcome, WeightUpdateError):
+                reasons[target.name] = str(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return reasons
+
+    async def all(self, what: str, call: Call) -> None:
+        """Make one call to every member at once; those that fail are lost.
+
+        Raises:
+            WeightUpdateError: naming all that failed, once every call has ended.
+        """
+        if reasons := await self.failures(what, call):
+            self.lose(reasons)
+
+    def lose(self, reasons: dict[str, str]) -> None:
+        """Leave the named members out from now on, and say so.
+
+        Raises:
+            WeightUpdateError: always; this is how a failed update ends.
+        """
+        self.members = [member for member in self.members if member.name not in reasons]
+        self.lost.update(reasons)
+        self.changes += 1
+        left = ", ".join(member.name for member in self.members) or "none"
+        raise WeightUpdateError(
+            f"{'; '.join(reasons.values())}. Engines left: {left}, all paused; publish again to bring them up to date"
+        )
