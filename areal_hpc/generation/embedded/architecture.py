@@ -1,0 +1,150 @@
+"""What a checkpoint's ``config.json`` says of a dense decoder, checked: Llama, Qwen2 and Qwen3.
+
+Everything that our forward pass does not compute is refused here, by name, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_hpc.errors import DataError
+from areal_hpc.fs import read_json
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+ROPE_VARIANTS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Shapes and switches of one dense decoder."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tied: bool
+    rope: Mapping[str, Any]
+    """``rope_type``, ``rope_theta`` and what the variant needs."""
+    eos_token_ids: frozenset[int]
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """The architecture of the checkpoint in ``directory``.
+
+    Raises:
+        DataError: no config.json, or a model that the embedded engine does not compute.
+    """
+    config = _read_config(directory)
+    _refuse_what_is_not_computed(config, directory)
+    family, heads = config["model_type"], config["num_attention_heads"]
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        family=family,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        norm_eps=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        qk_norm=family == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope=_rope_parameters(config, directory),
+        eos_token_ids=_eos_token_ids(config, directory),
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; model.path must be a Hugging Face checkpoint directory")
+    config: dict[str, Any] = read_json(path)
+    return config
+
+
+def _refuse_what_is_not_computed(config: Mapping[str, Any], directory: Path) -> None:
+    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    refused = {
+        f"model_type {config.get('model_type')!r}": config.get("model_type") not in FAMILIES,
+        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
+        "a quantized checkpoint": bool(config.get("quantization_config")),
+        "sliding-window attention": bool(config.get("use_sliding_window")) or bool(layer_types),
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "partial rotary embeddings": config.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for what, found in refused.items():
+        if found:
+            raise DataError(
+                f"{directory}: the embedded engine does not compute {what}; it runs dense "
+                f"{', '.join(FAMILIES)} checkpoints, so set generation.backend to sglang for this one"
+            )
+
+
+def _rope_parameters(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Rotary parameters from ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
+    written = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **written}
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    if rope["rope_type"] not in ROPE_VARIANTS:
+        raise DataError(
+            f"{directory}: rotary variant {rope['rope_type']!r} is not known to the embedded engine; "
+            f"it computes {', '.join(ROPE_VARIANTS)}"
+        )
+    return rope
+
+
+def _eos_token_ids(config: Mapping[str, Any], directory: Path) -> frozenset[int]:
+    """End tokens of config.json and generation_config.json together; each may be absent, a number or a list."""
+    path = directory / "generation_config.json"
+    sources = [config, read_json(path) if path.is_file() else {}]
+    ids: set[int] = set()
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Rotary inverse frequencies, float32 [head_dim / 2] (Su et al. 2021, arXiv 2104.09864).
+
+    ``linear`` divides all of them by the factor. ``llama3`` (The Llama 3 Herd of Models, 3.1 release) divides those
+    whose wavelength exceeds the original context and blends in between.
+    """
+    rope, dim = architecture.rope, architecture.head_dim
+    frequencies: torch.Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope["rope_type"] == "linear":
+        frequencies = frequencies / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        frequencies = frequencies * _llama3_shares(frequencies, rope)
+    return frequencies
+
+
+def _llama3_shares(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    shares: torch.Tensor = blend + (1.0 - blend) / float(rope["factor"])
+    return shares

@@ -1,0 +1,74 @@
+"""What every route needs of HTTP: a JSON object in, SGLang's answer shapes out, our errors as statuses."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from areal_hpc.errors import DataError, GenerationError, WeightUpdateError
+from areal_hpc.generation.embedded.scheduler import Quarantined
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def read_body(request: web.Request) -> Mapping[str, Any]:
+    """The JSON object of a request; no body is an empty one. Raises DataError for anything else."""
+    raw = await request.read()
+    try:
+        body = json.loads(raw) if raw else {}
+    except ValueError as error:
+        raise DataError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise DataError("the body must be a JSON object")
+    return body
+
+
+def need(body: Mapping[str, Any], *names: str) -> list[Any]:
+    """The values of fields that must be there. Raises DataError naming those that are not."""
+    absent = [name for name in names if body.get(name) is None]
+    if absent:
+        raise DataError(f"fields {absent} are missing")
+    return [body[name] for name in names]
+
+
+def outcome(success: bool, message: str, **more: Any) -> web.Response:
+    """The answer of an administrative route."""
+    return web.json_response({"success": success, "message": message, **more}, status=200 if success else 400)
+
+
+def refusal(message: str, status: int) -> web.Response:
+    """The answer to a request that is not served; readable as either of SGLang's failure shapes."""
+    return web.json_response({"error": {"message": message}, "success": False, "message": message}, status=status)
+
+
+def guard(token: str) -> Any:
+    """Middleware: 401 unless the request brings ``token``; an empty token guards nothing."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if token and not hmac.compare_digest(given, expected):
+            return refusal("the bearer token is missing or wrong", 401)
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def errors_as_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware: which status each of our errors has; any other exception is aiohttp's 500."""
+    try:
+        return await handler(request)
+    except DataError as error:
+        return refusal(str(error), 400)
+    except WeightUpdateError as error:
+        return outcome(False, str(error))
+    except Quarantined as error:
+        return refusal(str(error), 503)
+    except GenerationError as error:
+        return refusal(str(error), 500)

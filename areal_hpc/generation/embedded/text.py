@@ -1,0 +1,91 @@
+"""From token ids to text while they arrive: no half characters, no half stop strings, one lock around the tokenizer.
+
+A character may be spread over several tokens. While its bytes are incomplete, decoding shows U+FFFD at the end, and
+that tail is held back: every text given out is a beginning of the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+INCOMPLETE = "\ufffd"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Text:
+    """A checkpoint's tokenizer for many threads. Fast tokenizers refuse concurrent use ("Already borrowed")."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the special tokens that the tokenizer adds; never truncated."""
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, truncation=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        with self._lock:
+            text: str = self._tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return text
+
+
+def load_text(directory: Path) -> Text | None:
+    """The tokenizer of a checkpoint directory, or None where it has none: such an engine speaks ids only."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    return Text(AutoTokenizer.from_pretrained(str(directory)))
+
+
+class IncrementalText:
+    """The text of a growing token list, at a cost that does not grow with it.
+
+    Only a window is decoded anew: the tokens not settled yet, behind a few settled ones, since a tokenizer may treat
+    the first token of what it decodes in its own way (a leading space dropped).
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._settled = ""  # text of the tokens before _pending
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The whole text that is certain after ``token_ids`` more."""
+        self._pending += token_ids
+        known = self._decode(self._context) if self._context else ""
+        text = self._settled + self._decode(self._context + self._pending)[len(known) :]
+        if text.endswith(INCOMPLETE):
+            return text.rstrip(INCOMPLETE)
+        self._settled, self._context, self._pending = text, self._pending or self._context, []
+        return text
+
+
+def first_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:
+    """Where the earliest stop string ends ``text``, and which; one that lies before ``start`` was seen before.
+
+    Args:
+        start: length of the text that had been searched; a stop string may begin before it.
+    """
+    found = ((text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in stops)
+    return min((hit for hit in found if hit[0] >= 0), default=None)
+
+
+def without_partial_stop(text: str, stops: Sequence[str]) -> str:
+    """``text`` without an end that may yet become a stop string."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(stop.startswith(tail) and len(stop) > length for stop in stops):
+            return text[:-length]
+    return text

@@ -1,0 +1,264 @@
+"""How new weights come in: whole or not at all, and never under a running forward pass.
+
+    join(address, rank)
+    begin()                          generation is held until the update ends
+    load_bucket(...)   any number    received beside the engine's thread, copied between two of its steps
+    end()                            every parameter has come: the new version serves
+
+    load_directory(path)             the same from safetensors on disk, checked before the first byte is copied
+
+An update that fails after it may have replaced a tensor leaves a mixture of two versions. Then, and whenever a bucket's
+checksum differs, the engine is quarantined: it serves nothing until a whole update or directory has been loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.buckets import checksum, dtype_named, num_bytes
+from areal_hpc.collective import join_group, leave_group
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.embedded.checkpoint import check_shapes, read_weights
+from areal_hpc.generation.embedded.model import Model
+from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
+from areal_hpc.types import GroupAddress, TensorSpec
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Session:
+    """One weight update between ``begin`` and ``end``."""
+
+    names: set[str] = field(default_factory=set)
+    version: str | None = None
+    flush_cache: bool = False
+
+
+class WeightUpdates:
+    """Blocking calls, made from worker threads, one after the other.
+
+    Every method raises WeightUpdateError when the weights could not be taken as asked.
+    """
+
+    def __init__(self, model: Model, scheduler: Scheduler, *, timeout_s: float) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._timeout_s = timeout_s
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._session: _Session | None = None
+        self._turn = threading.Lock()
+
+    # -- groups
+
+    def join(self, address: GroupAddress, rank: int) -> None:
+        """Enter the trainer's group; returns when all its ranks are there."""
+        with self._turn:
+            if address.name in self._groups:
+                raise WeightUpdateError(f"group {address.name!r} has already been created; use a fresh name")
+            try:
+                self._groups[address.name] = join_group(address, rank, self._timeout_s)
+            except (RuntimeError, ValueError) as error:
+                raise WeightUpdateError(
+                    f"group {address.name!r} at {address.host}:{address.port} did not form within "
+                    f"{self._timeout_s:g} s: {error}"
+                ) from error
+
+    def leave(self, name: str) -> None:
+        with self._turn:
+            if name not in self._groups:
+                raise WeightUpdateError(f"group {name!r} does not exist; join it first")
+            leave_group(self._groups.pop(name))
+
+    def close(self) -> None:
+        for name in list(self._groups):
+            self.leave(name)
+
+    # -- an update in buckets
+
+    def begin(self) -> None:
+        """Open an update. One that was open is given up: what it replaced must come again before the engine serves."""
+        with self._turn:
+            self._call(lambda: self._scheduler.holds.add(UPDATE))
+            if self._session is not None and self._session.names:
+                self._quarantine()
+            self._session = _Session()
+
+    def load_bucket(
+        self,
+        group: str,
+        specs: Sequence[TensorSpec],
+        *,
+        flattened: bool,
+        checked: bool,
+        version: str | None,
+        flush_cache: bool,
+        abort_all: bool,
+    ) -> None:
+        """Receive the tensors of ``specs`` from rank 0 of ``group`` and copy them over the model's.
+
+        Args:
+            flattened: one uint8 broadcast of all tensors back to back, else one broadcast a tensor.
+            checked: ``specs`` carry the sender's checksums.
+            version: what the weights are called once the update ends; None leaves it to another bucket.
+            flush_cache: at the end, recompute the cache of sequences that are running.
+            abort_all: end all sequences before.
+        """
+        with self._turn:
+            session = self._opened()
+            if group not in self._groups:
+                raise WeightUpdateError(f"group {group!r} does not exist; join it first")
+            if abort_all:
+                self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
+            self._or_quarantine(lambda: self._take(session, group, specs, flattened=flattened, checked=checked))
+            session.version = version or session.version
+            session.flush_cache |= flush_cache
+
+    def _take(
+        self, session: _Session, group: str, specs: Sequence[TensorSpec], *, flattened: bool, checked: bool
+    ) -> None:
+        receive = _receive_flattened if flattened else _receive_each
+        weights = receive(self._groups[group], specs)
+        if checked:
+            _check(weights, specs)
+        twice = session.names & {spec.name for spec in specs}
+        if twice:
+            raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
+        session.names |= self._call(lambda: self._model.load_weights(weights))
+
+    def end(self) -> None:
+        """Close the update: all parameters have come, or none. Closing twice is closing once."""
+        with self._turn:
+            session, self._session = self._session, None
+            if session is None:
+                return
+            missing = self._model.missing(session.names) if session.names else []
+            if missing:
+                self._quarantine()
+                raise WeightUpdateError(
+                    f"the update lacks {len(missing)} parameters, among them {missing[:3]}; send the whole model"
+                )
+            self._serve(session.version, flush_cache=session.flush_cache, whole=bool(session.names))
+
+    def _opened(self) -> _Session:
+        if self._session is None:
+            raise WeightUpdateError(
+                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
+        return self._session
+
+    # -- an update from disk
+
+    def load_directory(self, directory: Path, version: str | None, *, flush_cache: bool, abort_all: bool) -> int:
+        """Load all weights from safetensors in ``directory``; how many sequences went on under them.
+
+        Raises:
+            DataError: the directory does not hold this model; nothing has changed.
+        """
+        with self._turn:
+            check_shapes(directory, self._model.shapes)
+            if abort_all:
+                self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
+            num_unfinished = self._call(lambda: len(self._scheduler.unfinished))
+            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(read_weights(directory))))
+            self._session = None
+            self._serve(version, flush_cache=flush_cache, whole=True)
+            return num_unfinished
+
+    def name_version(self, version: str, *, abort_all: bool) -> None:
+        """Call the weights that the engine has ``version``."""
+        with self._turn:
+            if abort_all:
+                self._call(lambda: self._scheduler.abort(None, "aborted by a new weight version"))
+            self._call(lambda: self._scheduler.set_version(version))
+
+    # -- reading back
+
+    def checksums(self) -> dict[str, int]:
+        """CRC-32C of every parameter by Hugging Face name, as ``TensorSpec.checksum`` has it."""
+        parameters = self._model.parameters
+        return self._call(lambda: {name: checksum(tensor) for name, tensor in parameters.items()})
+
+    def first_values(self, name: str, num: int) -> list[list[float]]:
+        """The first ``num`` rows of a parameter, as floats; a vector is a column."""
+        if name not in self._model.parameters:
+            raise WeightUpdateError(f"the model has no parameter {name!r}")
+        values: list[list[float]] = self._call(
+            lambda: self._model.parameters[name].view(len(self._model.parameters[name]), -1)[:num].float().tolist()
+        )
+        return values
+
+    # -- with the scheduler
+
+    def _call(self, action: Callable[[], T]) -> T:
+        return self._scheduler.call(action).result()
+
+    def _serve(self, version: str | None, *, flush_cache: bool, whole: bool) -> None:
+        def go_on() -> None:
+            if whole:
+                self._scheduler.weights_changed(flush_cache=flush_cache)
+                self._scheduler.holds.discard(QUARANTINE)
+            if version is not None and QUARANTINE not in self._scheduler.holds:
+                self._scheduler.set_version(version)
+            self._scheduler.holds.discard(UPDATE)
+
+        self._call(go_on)
+
+    def _quarantine(self) -> None:
+        self._call(self._scheduler.quarantine)
+
+    def _or_quarantine(self, load: Callable[[], object]) -> None:
+        try:
+            load()
+        except (WeightUpdateError, RuntimeError, OSError) as error:
+            self._quarantine()
+            raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
+
+
+def _receive_flattened(group: dist.ProcessGroup, specs: Iterable[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+    specs = list(specs)
+    sizes = [num_bytes(spec) for spec in specs]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.broadcast(buffer, group=group, group_src=0)
+    pieces = zip(specs, buffer.split_with_sizes(sizes), strict=True)
+    return [(spec.name, piece.view(dtype_named(spec.dtype)).view(spec.shape)) for spec, piece in pieces]
+
+
+def _receive_each(group: dist.ProcessGroup, specs: Iterable[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+    weights = [(spec.name, torch.empty(spec.shape, dtype=dtype_named(spec.dtype))) for spec in specs]
+    for _, tensor in weights:
+        dist.broadcast(tensor, group=group, group_src=0)
+    return weights
+
+
+def _check(weights: Iterable[tuple[str, torch.Tensor]], specs: Iterable[TensorSpec]) -> None:
+    for (name, tensor), spec in zip(weights, specs, strict=True):
+        if checksum(tensor) != spec.checksum:
+            raise WeightUpdateError(f"weight {name!r} arrived with other bytes than were sent (CRC-32C differs)")
+
+
+def specs_from(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], checksums: Sequence[int] | None
+) -> tuple[TensorSpec, ...]:
+    """One spec for each tensor of a request; without ``checksums`` their field means nothing.
+
+    Raises:
+        WeightUpdateError: the lists differ in length or a dtype is unknown.
+    """
+    checksums = [0] * len(names) if checksums is None else checksums
+    if not len(names) == len(dtypes) == len(shapes) == len(checksums):
+        raise WeightUpdateError("names, dtypes, shapes and checksums must have one entry for each tensor")
+    specs = tuple(
+        TensorSpec(name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape), checksum=crc)
+        for name, dtype, shape, crc in zip(names, dtypes, shapes, checksums, strict=True)
+    )
+    for spec in specs:
+        dtype_named(spec.dtype)
+    return specs
