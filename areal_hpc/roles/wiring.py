@@ -24,7 +24,7 @@ from areal_hpc.config.checks import ring_capacity
 from areal_hpc.config.schema import Config, EngineName, SamplingConfig, TrainerBackendName, TransportName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import ConfigError, DataError
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, read_json
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, check_identity, first_prompts, open_dataset, stream_identity
@@ -238,6 +238,9 @@ class EvaluationParts:
     max_tokens: int
     prefix: str
     newest_version: Callable[[], int | None]
+    """Optimizer steps behind the weights that this attempt's engines serve; None before the first."""
+    evaluated: Callable[[], set[int]]
+    """Steps that need no evaluation any more; asked once there is a version."""
 
 
 @asynccontextmanager
@@ -260,6 +263,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
             max_tokens=config.model.max_tokens,
             prefix=f"a{process.epoch}",
             newest_version=lambda: _newest_version(process),
+            evaluated=lambda: _evaluated(process),
         )
     finally:
         await pool.close()
@@ -267,9 +271,16 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
 
 
 def _newest_version(process: RoleProcess) -> int | None:
-    """The step of the weights that this attempt's engines serve; None before the first."""
     control = read_control(process.run, known=False)
     return None if control is None or control.epoch != process.epoch else control.version.step
+
+
+def _evaluated(process: RoleProcess) -> set[int]:
+    """Steps with a result, but for those that the restart took back: their weights are no longer this run's."""
+    start = read_start(process.run, process.epoch)
+    assert start is not None, "engines serve before the trainer said how the attempt begins"
+    results = {step: read_json(process.run.evaluation(step)) for step in process.run.evaluated_steps()}
+    return {s for s, result in results.items() if s <= start.version.step or result["epoch"] == process.epoch}
 
 
 # Training
