@@ -20,7 +20,7 @@ from areal_hpc.errors import GenerationError, RewardError
 from areal_hpc.fs import publish_json
 from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import EvaluationParts, make_evaluation
+from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
 from areal_hpc.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)

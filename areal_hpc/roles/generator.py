@@ -11,7 +11,7 @@ import time
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import serve_engine
+from areal_hpc.roles.wiring.engines import serve_engine
 
 REPORT_S = 1.0
 

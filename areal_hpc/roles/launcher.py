@@ -30,7 +30,7 @@ from areal_hpc.errors import RoleDied, RunDirError
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json, read_if_listed, read_json
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED
-from areal_hpc.roles.wiring import make_model
+from areal_hpc.roles.wiring.engines import make_model
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
