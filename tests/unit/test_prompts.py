@@ -78,7 +78,7 @@ def stream_of(
     dataset: Dataset, config: PromptsConfig, consumed: Watermark | None = None, **options: int
 ) -> PromptStream:
     shares = {"seed": 1, "shard": 0, "num_shards": 1} | options
-    return PromptStream(dataset, config, consumed=consumed or Watermark(), **shares)
+    return PromptStream(dataset, config, consumed=Watermark() if consumed is None else consumed, **shares)
 
 
 def refused(config: PromptsConfig) -> str:
