@@ -1,9 +1,9 @@
 """``areal-hpc run`` in the shape ``local``: claim the run, start its roles, watch them, end them, say how it went.
 
-    prepare     run directory, no other living owner, epoch claimed, configuration written, model there
-    start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint file
-    watch       records to the console; a role that ends too early ends the run with its name, exit code and last lines
-    end         trainers first (they commit), then the rest, within limits.stop_s, by pid
+prepare     run directory, no other living owner, epoch claimed, configuration written, model there
+start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint file
+watch       records to the console; a role that ends too early ends the run with its name, exit code and last lines
+end         trainers first (they commit), then the rest, within limits.stop_s, by pid
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, si
     launcher = LocalLauncher(run, epoch, {"trainer": config.trainer.threads, "generator": config.generation.threads})
     records = RecordReader(run.attempt(epoch).telemetry)
     stop_request = run.attempt(epoch).stop_request
-
 
     def stop() -> bool:
         return signals.count > 0 or stop_request.name in os.listdir(stop_request.parent)

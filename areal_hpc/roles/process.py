@@ -104,5 +104,3 @@ def _end_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-

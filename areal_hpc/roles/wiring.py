@@ -52,7 +52,9 @@ def dotted(path: str, key: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path") from error
+        raise ConfigError(
+            f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path"
+        ) from error
 
 
 def make_model(config: Config) -> None:
