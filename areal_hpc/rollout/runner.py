@@ -184,7 +184,7 @@ class Runner:
             stages = list(oldest.stages.values())
             doing = ", ".join(f"{stages.count(stage)} {stage}" for stage in sorted(set(stages)))
             whom.append(
-                f"{len(self._running)} of {self._config.concurrency} groups in flight, the oldest since "
+                f"{len(self._running)} of {self._config.concurrency} groups in flight, the oldest for "
                 f"{time.monotonic() - oldest.began:.0f} s: prompt {oldest.prompt.id!r} at position "
                 f"{oldest.prompt.position}, attempt {oldest.attempt + 1} of {self._config.attempts}, "
                 f"its episodes: {doing or 'none, pausing before the next attempt'}"

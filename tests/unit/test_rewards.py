@@ -131,6 +131,12 @@ def test_a_solution_as_the_answer_means_its_box() -> None:
     assert math_answer(r"\boxed{\frac{2}{4}}", r"We add. \boxed{\frac12} is the sum of 3 numbers.") == 1.0
 
 
+def test_a_box_much_longer_than_the_answer_is_not_read() -> None:
+    terms = "+".join(f"x^{{{n}}}" for n in range(400))
+    assert math_answer(rf"\boxed{{{terms}}}", "x") == 0.0
+    assert math_answer(rf"\boxed{{{terms}}}", terms) == 1.0
+
+
 def test_I6_it_grades_outside_the_main_thread() -> None:
     grades: list[float] = []
     thread = threading.Thread(target=lambda: grades.append(math_answer(r"\boxed{\frac{2}{6}}", r"\frac{1}{3}")))
