@@ -1,4 +1,4 @@
-"""What a trainer rank works with: the other ranks, the backend, and on rank 0 the ring's reading end and the transport."""
+"""What a trainer rank works with: the other ranks, the backend; on rank 0 also the ring and the transport."""
 
 from __future__ import annotations
 
