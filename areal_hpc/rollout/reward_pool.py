@@ -56,7 +56,7 @@ class _Worker:
         passed = (theirs.fileno(), their_lifeline)
         try:
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-P", "-m", "areal_hpc.rollout.reward_worker", reward, *map(str, passed)],
+                [sys.executable, "-P", "-u", "-m", "areal_hpc.rollout.reward_worker", reward, *map(str, passed)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,

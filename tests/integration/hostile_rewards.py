@@ -98,7 +98,7 @@ ACTIONS = {
     "float32": lambda: np.float32(0.5),
     "bool_": lambda: np.bool_(True),
     "pid": os.getpid,
-    "print": lambda: print('\x00\x00\x00\x10{"reward": 99.0}' * 1000) or 0.5,
+    "print": lambda: print('\x00\x00\x00\x10{"reward": 99.0}' * 3) or 0.5,
     "fork and return": lambda: 1.0 + os.fork() * 0,
     "torch": lambda: "torch" in sys.modules,
 }

@@ -281,3 +281,14 @@ def test_I6_I8_mathematics_that_takes_for_ever_costs_one_sample() -> None:
         await pool.close()
 
     run(test())
+
+
+def test_what_a_reward_prints_goes_to_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        async with pool_of() as pool:
+            await pool.score("print", PROMPT)
+
+    run(test())
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert '{"reward": 99.0}' in printed.err
