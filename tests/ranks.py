@@ -19,7 +19,7 @@ TIMEOUT_S = 120.0
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(group, *args)`` on every rank: what each returned, by rank. Raises what any rank raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.auto", "tests.ranks"])
+    context.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "areal_hpc.training.reference"])
     with tempfile.TemporaryDirectory() as store, ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
         futures = [pool.submit(_enter, f"file://{store}/store", r, num_ranks, function, args) for r in range(num_ranks)]
         return [future.result(timeout=TIMEOUT_S) for future in futures]

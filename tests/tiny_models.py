@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -16,12 +18,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
 }
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 272
@@ -49,7 +55,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, family: str, seed: int, **config: Any) -> PreTrainedModel:
-    """Write a random float32 checkpoint of ``family`` (llama, qwen2, qwen3) with its tokenizer; returns the model.
+    """Write a random float32 checkpoint of ``family`` (see ``FAMILIES``) with its tokenizer; returns the model.
 
     Weights are about ten times larger than at a usual start, so that different prompts give clearly different logits.
     ``config`` overrides any field of the family's transformers configuration.

@@ -106,7 +106,7 @@ class ReferenceBackend:
             where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
             yield batch.select(sequences), where
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob and entropy [N] of the trainable tokens in the order they stand in."""
         rows = np.repeat(np.arange(batch.num_sequences), batch.lengths)  # [T]
         columns = np.arange(rows.size) - batch.boundaries[rows]  # [T]
@@ -120,11 +120,7 @@ class ReferenceBackend:
         predicting = hidden[self._tensor(rows), self._tensor(columns - 1)]  # [N, H]
         targets = self._tensor(token_ids[rows, columns])
         head = self._model.get_output_embeddings().weight  # [V, H]
-        logprobs, entropy = token_logprobs(
-            predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=True
-        )
-        assert entropy is not None
-        return logprobs, entropy
+        return token_logprobs(predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=with_entropy)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -163,7 +159,8 @@ class ReferenceBackend:
 
     def _backward(self, batch: Batch, total: int) -> Stats:
         """Add one micro-batch's gradient of (sum of its token losses / total)."""
-        logprobs, entropy = self._forward(batch)
+        logprobs, entropy = self._forward(batch, with_entropy=True)
+        assert entropy is not None
         mask = self._tensor(batch.loss_mask)
         inputs = LossInputs(
             current=logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs),
@@ -177,11 +174,10 @@ class ReferenceBackend:
         )
         output = self._loss(inputs, self._algorithm)
         (output.per_token.sum() / total).backward()  # type: ignore[no-untyped-call]
-        everywhere = torch.ones_like(entropy, dtype=torch.bool)
         return {
             **output.stats,
             "loss": mean_of(output.per_token, mask),
-            "entropy": mean_of(entropy, everywhere),
+            "entropy": mean_of(entropy, torch.ones_like(entropy, dtype=torch.bool)),
         }
 
     def _reduced(self, parts: Sequence[Stats]) -> dict[str, float]:

@@ -20,11 +20,19 @@ from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch
-from tests.small_model import VOCABULARY, small_model
+from tests.tiny_models import VOCAB_SIZE, make_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, grad_clip=1e9)
 TRAINER = TrainerConfig(total_steps=10, tokens_per_microbatch=32, optimizer=OPTIMIZER)
 TEMPERATURE = 0.7
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "initializer_range": 0.06, "rope_theta": 5000.0}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
+
+
+def small_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> Path:
+    """qwen3 has tied embeddings, llama has not, qwen3_moe has experts that transformers fuses in memory."""
+    make_model(path, family, seed, **SIZES, **(MIXTURE if family == "qwen3_moe" else {}), **changes)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +54,7 @@ def random_batch(seed: int = 0, lengths: tuple[int, ...] = (9, 23, 5, 12, 31)) -
     mask[14:17] = False
     total = mask.size
     return Batch(
-        token_ids=generator.integers(0, VOCABULARY, total).astype(np.int32),
+        token_ids=generator.integers(0, VOCAB_SIZE, total).astype(np.int32),
         loss_mask=mask,
         behaviour=np.where(mask, generator.uniform(-6, -3, total), 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
@@ -181,7 +189,7 @@ def test_statistics_are_those_of_the_batch(qwen3: Path) -> None:
     assert stats["trainable_tokens"] == mask.sum()
     assert stats["logprob_gap"] == pytest.approx(gap.mean(), rel=1e-5)
     assert stats["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-5)
-    assert 0 < stats["entropy"] <= math.log(VOCABULARY) + 1e-5
+    assert 0 < stats["entropy"] <= math.log(VOCAB_SIZE) + 1e-5
     assert stats["staleness"] == 0.0
 
 
@@ -328,7 +336,7 @@ def test_an_export_is_a_complete_hugging_face_directory(qwen3: Path, tmp_path: P
     config = json.loads((target / "config.json").read_text())
     assert config["rope_theta"] == 5000.0
     assert config["torch_dtype"] == config["dtype"] == "float32"
-    for name in ("tokenizer.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (target / name).read_bytes() == (qwen3 / name).read_bytes()
     assert "lm_head.weight" not in load_file(target / "model.safetensors")
 
