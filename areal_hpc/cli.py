@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2")
+    parser.add_argument(
+        "config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2"
+    )
 
 
 def _resolved(words: Sequence[str]) -> Config:

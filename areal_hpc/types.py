@@ -216,7 +216,9 @@ class GroupRef:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> GroupRef:
         """The reference that ``record`` was made from, also after JSON has turned tuples into lists."""
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
         return cls(**{**values, "version": WeightVersion(*record["version"])})
 
 

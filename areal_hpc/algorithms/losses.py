@@ -47,8 +47,8 @@ def clipped_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
     arXiv:1707.06347; two bounds: DAPO, arXiv:2503.14476); for A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729);
     times the detached ``exp(proximal - behaviour)`` after rejection (decoupled PPO, arXiv:2110.00641).
 
-    A token whose ratio is not finite is left out and counted in ``nonfinite_fraction``. Selection is by ``where``
-    before anything is computed, since 0 * inf and 0 * nan are nan, in the gradient as well.
+    A token whose ratio is not finite is left out and counted in ``nonfinite_fraction``. Selection is by ``where``, at
+    both ends: before ``exp`` for the gradient and on the loss for its value, since 0 * inf and 0 * nan are nan.
     """
     proximal = proximal_logprobs(inputs, config.proximal)
     rejection = _rejection(inputs, proximal, config)
@@ -56,14 +56,13 @@ def clipped_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
     finite = log_ratio.isfinite() & log_ratio.detach().exp().isfinite()
     trained = rejection.kept & finite
     log_ratio = torch.where(trained, log_ratio, 0.0)
-    advantages = torch.where(trained, inputs.advantages, 0.0)
-
     ratio = log_ratio.exp()
-    free = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+
+    free = -inputs.advantages * ratio
+    bounded = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(free, bounded)
-    ceiling = torch.inf if config.dual_clip is None else config.dual_clip * advantages.abs()
-    dual_clipped = (advantages < 0) & (loss > ceiling)
+    ceiling = torch.inf if config.dual_clip is None else config.dual_clip * inputs.advantages.abs()
+    dual_clipped = loss > ceiling  # never where A >= 0: the loss is at most 0 there
     loss = torch.where(dual_clipped, ceiling, loss)
 
     stats = (

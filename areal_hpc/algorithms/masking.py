@@ -19,7 +19,7 @@ from areal_hpc.algorithms.stats import Stats, fraction_of, max_of, mean_of
 from areal_hpc.config.schema import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
 
 CERTAIN = -(2.0**-24)
-"""Log-prob above which float32 cannot tell a probability from 1: its log-softmax rounds 1 - p < 2^-24 away."""
+"""The largest log-prob that means what it says: float32 log-softmax rounds 1 - p away where it is below 2^-24."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +96,14 @@ def kl_divergence(metric: Metric, proximal: Tensor, behaviour: Tensor) -> Tensor
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) [T] where each token is an event of two outcomes, chosen or not: ``p = exp(log_p)``.
 
-    ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``. The complement is computed from the log-prob itself
-    (log1mexp) and not as 1 - p, which would lose it in float32; a log-prob of 0.0 counts as the nearest probability
-    that float32 log-softmax can tell from 1.
+    ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``. The complement comes from the log-prob itself (expm1),
+    since float32 has lost it in p already; a log-prob of 0.0 counts as ``CERTAIN``.
     """
     log_p, log_q = log_p.clamp(max=CERTAIN), log_q.clamp(max=CERTAIN)
+    other_p, other_q = -torch.expm1(log_p), -torch.expm1(log_q)
     chosen = log_p.exp() * log_difference(log_p, log_q)
     chosen = torch.where(log_p.isneginf(), 0.0, chosen)  # the limit of p log p
-    other = -torch.expm1(log_p) * log_difference(log1mexp(log_p), log1mexp(log_q))
-    return chosen + other
-
-
-def log1mexp(log_p: Tensor) -> Tensor:
-    """``log(1 - exp(log_p))`` [T] for log_p < 0, accurate at both ends.
-
-    M. Maechler, "Accurately computing log(1 - exp(-|a|))", 2012.
-    """
-    near_one = torch.log(-torch.expm1(log_p))
-    near_zero = torch.log1p(-torch.exp(log_p))
-    return torch.where(log_p > -0.6931472, near_one, near_zero)
+    return chosen + other_p * (other_p.log() - other_q.log())
 
 
 def aggregate(values: Tensor, judged: Tensor, segments: Tensor, how: Aggregation) -> Tensor:

@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from areal_hpc.algorithms.checks import check_algorithm
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
+from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
 NOT_EMPTY = ("model.path", "prompts.train", "rollout.reward", "rollout.workflow", "run_root")
@@ -99,14 +101,20 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
         )
 
 
+def check_algorithm_settings(config: Config) -> Iterator[str]:
+    try:
+        check_algorithm(config.algorithm, config.rollout.group_size, config.buffer.max_staleness)
+    except ConfigError as error:
+        yield str(error)
+
+
 def check_groups(config: Config) -> Iterator[str]:
     size, keep = config.rollout.group_size, config.rollout.filter
     norm = config.algorithm.reward_norm
-    relative = Level.GROUP in (norm.mean, norm.std)
-    if relative and min(size, keep.min_group_size) < 2:
+    if keep.min_group_size < 2 <= size and Level.GROUP in (norm.mean, norm.std):
         yield (
-            f"rollout.group_size: {size} with filter.min_group_size {keep.min_group_size}: advantages in a group "
-            "of one are 0; set both to at least 2, or algorithm.reward_norm.mean and .std to batch or none"
+            "rollout.filter.min_group_size: 1 lets groups of one through, where a relative advantage is 0; "
+            "set it to at least 2, or algorithm.reward_norm.mean and .std to batch or none"
         )
     if keep.min_group_size > size:
         yield (
@@ -139,9 +147,9 @@ def check_lengths(config: Config) -> Iterator[str]:
             f"trainer.tokens_per_microbatch: a sequence of model.max_tokens {limit} exceeds a micro-batch of {budget} "
             "tokens (times trainer.parallel.context); raise it, or lower model.max_tokens"
         )
-    if config.algorithm.overlong.tokens > answer:
+    if (zone := config.algorithm.overlong.tokens) > answer:
         yield (
-            f"algorithm.overlong.tokens: a penalty zone of {config.algorithm.overlong.tokens} tokens is longer than "
+            f"algorithm.overlong.tokens: a penalty zone of {zone} tokens is longer than "
             f"rollout.sampling.max_new_tokens {answer}; lower it"
         )
 
@@ -201,6 +209,7 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_virtual_pipeline,
     check_reference_backend,
     check_engine_ranks,
+    check_algorithm_settings,
     check_groups,
     check_minibatches,
     check_lengths,

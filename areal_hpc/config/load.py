@@ -104,7 +104,7 @@ class _Builder:
         if given is not None:
             return self._value(hint, given, key)
         if default is REQUIRED:
-            meaning = help_of(key, self._root)
+            meaning = help_of(key, self._root).removesuffix(".")
             self.problems.append(f"{key}: required but missing ({meaning}); set it in a file or as `{key}=...`")
         return default
 

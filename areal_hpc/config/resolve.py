@@ -26,8 +26,6 @@ class Resolved:
     config: Config
     ring_capacity: int
     """Groups that may be outstanding: (max_staleness + 1) * groups_per_step. This bounds staleness."""
-    ring_quotas: tuple[int, ...]
-    """The share of the capacity of each rollout worker, as even as it goes."""
     data_parallel: int
     """Copies of the model among the trainer's ranks."""
     engine_ranks: int
@@ -49,12 +47,10 @@ def resolve(config: Config, stated: Collection[str] = ()) -> Resolved:
     config = _with_layout(config, stated)
     raise_if_any(list(out_of_range(config)))
     raise_if_any([problem for check in CHECKS for problem in check(config)])
-    capacity = ring_capacity(config)
     generation = config.generation
     return Resolved(
         config=config,
-        ring_capacity=capacity,
-        ring_quotas=_shares(capacity, config.rollout.workers),
+        ring_capacity=ring_capacity(config),
         data_parallel=config.trainer.ranks // model_ranks(config),
         engine_ranks=generation.replicas * generation.tensor_parallel * generation.pipeline_parallel,
         max_prompt_tokens=config.model.max_tokens - config.rollout.sampling.max_new_tokens,
@@ -75,7 +71,3 @@ def _with_layout(config: Config, stated: Collection[str]) -> Config:
         config = with_value(config, name, wanted)
     raise_if_any(problems)
     return config
-
-
-def _shares(total: int, parts: int) -> tuple[int, ...]:
-    return tuple(total // parts + (index < total % parts) for index in range(parts))

@@ -73,7 +73,8 @@ def _load_tokenizer(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:  # what transformers raises for missing and for unreadable files
-        raise DataError(f"{path} holds no tokenizer that can be loaded ({error}); copy tokenizer.json to it") from error
+        why = " ".join(str(error).split())
+        raise DataError(f"{path} holds no tokenizer that can be loaded ({why}); copy tokenizer.json to it") from error
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer in {path} has no chat template; add chat_template.jinja, or use a chat model")
     return tokenizer

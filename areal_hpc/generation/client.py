@@ -54,15 +54,18 @@ class Capabilities:
     """It reports version spans, so that updates need not interrupt."""
     checksums: bool
     """It compares the CRC-32C of each tensor it receives."""
+    quarantined: bool
+    """An update of it failed half-way; only our own engine says so."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``features``, a list that our own engine adds."""
+        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
-        features = info.get("features") or ()
+        ours = info.get("areal_hpc") or {}
         return cls(
-            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or "weight_versions" in features,
-            checksums="checksums" in features,
+            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
+            checksums=bool(ours.get("checksums")),
+            quarantined=bool(info.get("quarantined")),
         )
 
 
@@ -124,7 +127,8 @@ class EngineClient:
         status, answer = await self._http.call("GET", "/health", None, self.limits.admin_s)
         self._http.accepted("/health", status, answer)
         self._capabilities = None  # it may be another process by now
-        await self._probed()
+        if (await self._probed()).quarantined:
+            raise GenerationError(f"{self!r} is quarantined: an update of its weights failed half-way")
         return self.version
 
     async def _probed(self) -> Capabilities:
@@ -272,6 +276,7 @@ class EngineClient:
         """Engines from SGLang 0.5.21 on load weights between a begin and an end; older ones know neither."""
         if self._in_session or not self._has_sessions:
             return
+        self._in_session = True  # whatever comes back: a lost answer may have opened it
         self._in_session = self._has_sessions = await self._once("/begin_weight_update", {}, may_lack=True)
 
     async def load_directory(self, path: str, version: int) -> None:

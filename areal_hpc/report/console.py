@@ -70,7 +70,7 @@ class _Lines:
     def note(self, record: Record) -> None:
         if record.kind == "evaluation":
             self._write(f"evaluation {evaluation_text(record)}")
-        self._has_news |= record.kind == "step"
+        self._has_news |= record.kind == "step" and record.number("step") is not None
 
     def show(self, progress: Progress, elapsed_s: float) -> bool:
         """Write the line of the newest step unless it is written already; whether it wrote."""

@@ -93,7 +93,7 @@ def _step_range(summary: Summary) -> tuple[float, float]:
 def _draw_reward(axes: Axes, summary: Summary) -> None:
     axes.set_title("Reward")
     axes.set_ylabel("mean reward per answer")
-    _draw_smoothed(axes, summary, "reward_mean", "each step", f"mean of {WINDOW} steps")
+    _draw_smoothed(axes, summary, "reward_mean", "each step")
     _draw_evaluations(axes, summary)
 
 
@@ -102,9 +102,9 @@ def _draw_staleness(axes: Axes, summary: Summary, bound: int | None) -> None:
     axes.set_ylabel("age of trained tokens\n(optimizer steps)")
     oldest = summary.columns["staleness_max"]
     _line(axes, summary, oldest, color=VERMILION, linestyle="", marker="o", alpha=0.8, label="oldest token")
-    _draw_smoothed(axes, summary, "staleness_mean", "step's mean", f"mean of {WINDOW} steps")
+    _draw_smoothed(axes, summary, "staleness_mean", "step's mean")
     if bound is not None:
-        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})", zorder=1)
+        axes.axhline(bound, color="black", linestyle=(0, (5, 3)), linewidth=1.0, label=f"bound ({bound})", zorder=1.9)
     highest = max([bound or 0, *oldest[np.isfinite(oldest)], 1.0])
     axes.set_ylim(-0.06 * highest, 1.12 * highest)
 
@@ -112,15 +112,15 @@ def _draw_staleness(axes: Axes, summary: Summary, bound: int | None) -> None:
 def _draw_gap(axes: Axes, summary: Summary) -> None:
     axes.set_title("Training versus generation")
     axes.set_ylabel("mean |log-prob gap|\n(nats per token)")
-    _draw_smoothed(axes, summary, "logprob_gap", "each step", f"mean of {WINDOW} steps")
+    _draw_smoothed(axes, summary, "logprob_gap", "each step")
     axes.set_ylim(bottom=0)
 
 
-def _draw_smoothed(axes: Axes, summary: Summary, key: str, label: str, mean_label: str) -> None:
+def _draw_smoothed(axes: Axes, summary: Summary, key: str, label: str) -> None:
     values = summary.columns[key]
     marker = "o" if summary.steps.size <= MARKED_STEPS else ""
     _line(axes, summary, values, color=BLUE, linewidth=0.8, alpha=0.4, marker=marker, label=label)
-    _line(axes, summary, moving_mean(values), color=BLUE, linewidth=1.9, marker=marker, label=mean_label)
+    _line(axes, summary, moving_mean(values), color=BLUE, linewidth=1.9, marker=marker, label=f"mean of {WINDOW} steps")
 
 
 def _line(axes: Axes, summary: Summary, values: Series, **style: Any) -> None:

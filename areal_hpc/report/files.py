@@ -15,18 +15,22 @@ from areal_hpc.report.summary import Summary, summarise
 from areal_hpc.report.text import count, duration, number, percent
 from areal_hpc.telemetry import Record, RecordReader
 
+ROLES = ("trainer", "evaluator", "rollout", "launcher")
+"""Whose records the summary is made of; an engine's are one a second and say nothing of the whole."""
+
 
 def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
     """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout)."""
-    readers = [RecordReader(attempt.telemetry) for attempt in run.all_attempts()]
+    readers = [RecordReader(attempt.telemetry, ROLES) for attempt in run.all_attempts()]
     summary = summarise(_all(readers))
     config = configuration(run)
     bound = config.get("buffer", {}).get("max_staleness")
+    total_steps = config.get("trainer", {}).get("total_steps")
     evaluations = [asdict(evaluation) for evaluation in summary.evaluations]
     publish_json(run.summary, {**summary.facts(), "evaluations": evaluations})
     for suffix, data in draw(summary, bound).items():
         publish(run.curves(suffix), data)
-    rows = table(summary, bound)
+    rows = table(summary, total_steps, bound)
     if num_damaged := sum(reader.num_damaged for reader in readers):
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))
@@ -40,21 +44,24 @@ def _all(readers: list[RecordReader]) -> Iterator[Record]:
 
 
 def configuration(run: RunDir) -> dict[str, Any]:
-    """The resolved configuration as plain data; empty where there is none."""
+    """The run's configuration as plain data; empty where there is none.
+
+    Not as ``Config``: a key that has gone since must not hide an old run.
+    """
     if not run.config.is_file():
         return {}
     values: dict[str, Any] = yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}
     return values
 
 
-def table(summary: Summary, staleness_bound: int | None) -> list[tuple[str, str]]:
+def table(summary: Summary, total_steps: int | None, staleness_bound: int | None) -> list[tuple[str, str]]:
     """The summary as (name, text) rows."""
     facts: dict[str, Any] = summary.facts()
     outcomes = ", ".join(f"{name} {count(number)}" for name, number in sorted(summary.group_outcomes.items()))
     return [
-        ("outcome", facts["outcome"] or "-"),
+        ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
         ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
-        ("last step", count(facts["last_step"])),
+        ("steps", f"{count(facts['last_step'])} of {count(total_steps)}"),
         ("reward", f"{number(facts['reward_first'])} (first 10 steps) to {number(facts['reward_last'])} (last 10)"),
         (
             "evaluation",

@@ -47,6 +47,11 @@ class Progress:
         return self._times[-1][0] if self._times else None
 
     @property
+    def step_time(self) -> float | None:
+        """When the newest step was recorded, in seconds since 1970."""
+        return self._times[-1][1] if self._times else None
+
+    @property
     def reward_moving(self) -> float | None:
         """Mean reward of the last ten steps."""
         return sum(self._rewards) / len(self._rewards) if self._rewards else None
@@ -84,13 +89,22 @@ class Progress:
         return f"{count(self.step)} of {count(self.total_steps)}"
 
     def line(self, elapsed_s: float) -> str:
-        """Everything in one line of plain text."""
-        parts = [f"step {self.step_text()}", *(f"{name} {text}" for name, text in self.fields().items())]
-        return " | ".join([*parts, f"elapsed {duration(elapsed_s)}", f"remaining {duration(self.remaining_s)}"])
+        """The same in one line of plain text, short enough for a log."""
+        parts = (
+            f"step {count(self.step)}/{count(self.total_steps)}",
+            f"reward {number(self.latest('reward_mean'))} (mean {number(self.reward_moving)})",
+            f"eval {evaluation_text(self.evaluation)}",
+            f"staleness {number(self.latest('staleness_mean'))} max {number(self.latest('staleness_max'))}",
+            f"tokens/s {count(self.generation_rate)} gen {count(self.latest('train_tokens_per_s'))} train",
+            f"ring {percent(self.latest('ring_fill'))}",
+            f"version {count(self.latest('version'))}",
+            f"{duration(elapsed_s)} elapsed, {duration(self.remaining_s)} left",
+        )
+        return " | ".join(parts)
 
 
 def evaluation_text(evaluation: Record | None) -> str:
-    """The reward of an evaluation and the step it belongs to."""
+    """The mean reward of an evaluation, and the step that it belongs to."""
     if evaluation is None:
         return number(None)
     return f"{number(evaluation.number('reward_mean'))} at step {count(evaluation.number('step'))}"

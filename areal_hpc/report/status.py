@@ -12,13 +12,15 @@ from typing import Any
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.report.files import configuration
-from areal_hpc.report.progress import Progress
+from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
 from areal_hpc.telemetry import RecordReader
 
 CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")
 ROLES = ("trainer", "evaluator", "generator")
-"""Whose records tell the status; those of rollout workers are many and say nothing of it."""
+"""Whose records tell the status."""
+LAST_BYTES = 64 * 1024
+"""How much of the end of each file is read: far more than the last ten records of a trainer."""
 
 
 def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]:
@@ -27,23 +29,29 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
     if not attempts:
         return _aligned({"run": run.root.name, "state": "not started"})
     total_steps = configuration(run).get("trainer", {}).get("total_steps")
-    newest = _progress(attempts[-1], total_steps)
-    told = newest
-    for attempt in reversed(attempts[:-1]):  # a fresh attempt without a step yet: show where the one before came to
-        if told.step is not None:
+    newest = told = _progress(attempts[-1], total_steps)
+    evaluation = newest.evaluation
+    for attempt in reversed(attempts[:-1]):  # what a fresh attempt has not said yet, the one before may have
+        if told.step is not None and evaluation is not None:
             break
-        told = _progress(attempt, total_steps)
-    age = None if newest.last_time is None else max(0.0, now() - newest.last_time)
+        earlier = _progress(attempt, total_steps)
+        told = earlier if told.step is None else told
+        evaluation = evaluation or earlier.evaluation
     return _aligned(
         {
             "run": run.root.name,
             "state": f"{_state_text(attempts[-1])} (attempt {attempts[-1].epoch})",
             "step": told.step_text(),
             **told.fields(),
-            "last record": "-" if age is None else f"{duration(age)} ago",
+            "evaluation": evaluation_text(evaluation),
+            "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
             "checkpoints": _checkpoints_text(run),
         }
     )
+
+
+def _ago(moment: float | None, now: float) -> str:
+    return f"{duration(None if moment is None else now - moment)} ago"
 
 
 def _aligned(rows: Mapping[str, str]) -> list[str]:
@@ -53,7 +61,7 @@ def _aligned(rows: Mapping[str, str]) -> list[str]:
 
 def _progress(attempt: AttemptDir, total_steps: int | None) -> Progress:
     progress = Progress(total_steps)
-    for record in RecordReader(attempt.telemetry, ROLES).poll():
+    for record in RecordReader(attempt.telemetry, ROLES, LAST_BYTES).poll():
         progress.feed(record)
     return progress
 
@@ -67,9 +75,7 @@ def _state_text(attempt: AttemptDir) -> str:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
-    if owner.host != socket.gethostname():
-        return f"running, {where}"
-    if owner.here and owner.lives():
+    if owner.host != socket.gethostname() or (owner.here and owner.lives()):
         return f"running, {where}"
     return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
 

@@ -20,7 +20,7 @@ from areal_hpc.errors import GenerationError, RewardError
 from areal_hpc.fs import publish_json
 from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import EvaluationParts, make_evaluation
+from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
 from areal_hpc.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def due(version: int, config: EvaluationConfig, total_steps: int, done: set[int]
     steps = {0} if config.at_start else set()
     steps |= set(range(config.every_steps, total_steps + 1, config.every_steps)) | {total_steps}
     reached = max((step for step in steps if step <= version), default=None)
-    return None if reached is None or done and max(done) >= reached else reached
+    return None if reached is None or (done and max(done) >= reached) else reached
 
 
 def main(process: RoleProcess) -> int:
@@ -51,13 +51,14 @@ async def _watch(process: RoleProcess) -> bool:
     config, total = process.config.evaluation, process.config.trainer.total_steps
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(make_evaluation(process))
-        done = process.run.evaluated_steps()
-        while total not in done:
+        done: set[int] | None = None
+        while done is None or total not in done:
             version = parts.newest_version()
-            step = None if version is None else due(version, config, total, done)
-            if step is not None:
-                await _evaluate(process, parts, step)
-                done.add(step)
+            if version is not None:
+                done = parts.evaluated() if done is None else done
+                if (step := due(version, config, total, done)) is not None:
+                    await _evaluate(process, parts, step)
+                    done.add(step)
             if process.stopping():
                 return False
             await asyncio.sleep(POLL_S)
@@ -67,14 +68,19 @@ async def _watch(process: RoleProcess) -> bool:
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:
     began = time.monotonic()
     prompts = [prompt for prompt in parts.prompts for _ in range(process.config.evaluation.samples)]
-    answers = await asyncio.gather(*(_answer(parts, f"eval-{step}-{n}", prompt) for n, prompt in enumerate(prompts)))
+    answers: list[Sequence[Trajectory]] = [()] * len(prompts)
+    for attempt in range(process.config.rollout.attempts):
+        missing = [n for n, answer in enumerate(answers) if not answer]
+        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n]) for n in missing)
+        for n, answer in zip(missing, await asyncio.gather(*again), strict=True):
+            answers[n] = answer
     result = _result(step, answers, time.monotonic() - began, len(parts.prompts))
-    publish_json(process.run.evaluation(step), result)
+    publish_json(process.run.evaluation(step), {"epoch": process.epoch, **result})
     process.recorder.record("evaluation", result)
 
 
 async def _answer(parts: EvaluationParts, name: str, prompt: Prompt) -> Sequence[Trajectory]:
-    """One answer; nothing where the engine or the reward failed, which is counted and never scored 0."""
+    """One answer; nothing where the engine or the reward failed, which is tried again and never scored 0."""
     episode = Episode(
         id=f"{parts.prefix}-{name}",
         generator=parts.generator,

@@ -7,9 +7,11 @@ brought it to the run's weight version: rollout workers get no ticket until then
 from __future__ import annotations
 
 import asyncio
+import time
 
+from areal_hpc.errors import GenerationError
 from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import make_engine
+from areal_hpc.roles.wiring.engines import serve_engine
 
 REPORT_S = 1.0
 
@@ -20,19 +22,20 @@ def main(process: RoleProcess) -> int:
 
 
 async def _serve(process: RoleProcess) -> None:
-    engine = make_engine(process)
-    url = await engine.start()
-    process.publish_endpoint({"url": url})
-    stop = asyncio.create_task(process.watch_stop())
-    generated = 0
-    try:
+    """Serve, and record the load once a second.
+
+    Raises:
+        GenerationError: the engine's own loop has ended.
+    """
+    async with serve_engine(process) as engine:
+        process.publish_endpoint({"url": engine.url})
+        stop = asyncio.create_task(process.watch_stop())
+        sampled, since = 0, time.monotonic()
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
-            engine.check()
-            load = engine.load()
-            tokens = load["tokens"]
-            process.recorder.record("generation", {**load, "tokens_per_s": (tokens - generated) / REPORT_S})
-            generated = tokens
-    finally:
-        stop.cancel()
-        await engine.close()
+            if not engine.alive():
+                raise GenerationError(f"the engine of {process.name} has ended; see the log above")
+            load, now = engine.load(), time.monotonic()
+            rate = (load["tokens"] - sampled) / (now - since)
+            sampled, since = load["tokens"], now
+            process.recorder.record("generation", {**load, "tokens_per_s": rate})

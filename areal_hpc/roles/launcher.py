@@ -1,9 +1,9 @@
 """``areal-hpc run`` in the shape ``local``: claim the run, start its roles, watch them, end them, say how it went.
 
-    prepare     run directory, no other living owner, epoch claimed, configuration written, model there
-    start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint file
-    watch       records to the console; a role that ends too early ends the run with its name, exit code and last lines
-    end         trainers first (they commit), then the rest, within limits.stop_s, by pid
+prepare     run directory, no other living owner, epoch claimed, configuration written, model there
+start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint file
+watch       records to the console; a role that ends too early ends the run with its name, exit code and last lines
+end         trainers first (they commit), then the rest, within limits.stop_s, by pid
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,16 +22,16 @@ from types import FrameType
 from areal_hpc.buffer.epochs import claim_epoch, newest_epoch
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.describe import dump
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
-from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RoleDied, RunDirError
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json, read_if_listed, read_json
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED
-from areal_hpc.roles.wiring import make_model
-from areal_hpc.telemetry import Recorder, RecordReader
+from areal_hpc.roles.wiring.engines import make_model
+from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
 
@@ -128,21 +129,27 @@ def _check_resume(run: RunDir, config: Config, resume: bool) -> None:
 def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, signals: Signals) -> str:
     launcher = LocalLauncher(run, epoch, {"trainer": config.trainer.threads, "generator": config.generation.threads})
     records = RecordReader(run.attempt(epoch).telemetry)
+    trackers = Trackers(open_sinks(config.telemetry, run))
     stop_request = run.attempt(epoch).stop_request
-
 
     def stop() -> bool:
         return signals.count > 0 or stop_request.name in os.listdir(stop_request.parent)
 
-    try:
-        for role, count in roles_of(config).items():
-            for index in range(count):
-                launcher.start(role, index)
-        return _watch(launcher, stop, lambda: console.update(records.poll()))
-    finally:
-        launcher.stop(0.0 if signals.count > 1 else config.limits.stop_s)
-        console.update(records.poll())
-        console.close()
+    def show() -> None:
+        for record in records.poll():
+            trackers.follow(record)
+            console.feed([record])
+        console.feed([])
+
+    with console, closing(trackers):
+        try:
+            for role, count in roles_of(config).items():
+                for index in range(count):
+                    launcher.start(role, index)
+            return _watch(launcher, stop, show)
+        finally:
+            launcher.stop(0.0 if signals.count > 1 else config.limits.stop_s)
+            show()
 
 
 def roles_of(config: Config) -> dict[str, int]:

@@ -62,15 +62,16 @@ class RoleProcess:
         """
         record: dict[str, Any] = wait_for(
             f"{role}-{index} to come up",
-            lambda: self._check_stop() or read_if_listed(self.attempt.endpoint(role, index)),
+            lambda: self._unless_stopped(self.attempt.endpoint(role, index)),
             self.config.limits.start_s,
             hint=f"look into {self.attempt.log(role, index)}",
         )
         return record
 
-    def _check_stop(self) -> None:
+    def _unless_stopped(self, path: Path) -> Any | None:
         if self.stopping():
             raise StopRequested
+        return read_if_listed(path)
 
     async def watch_stop(self, poll_s: float = 0.05) -> None:
         """Return when the stop flag is up."""
@@ -104,5 +105,3 @@ def _end_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import make_rollout
+from areal_hpc.roles.wiring.episodes import make_rollout
 
 WATCH_S = 15.0
 

@@ -18,7 +18,7 @@ from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.fs import wait_for
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
-from areal_hpc.roles.wiring import (
+from areal_hpc.roles.wiring.training import (
     TrainerSide,
     join_ranks,
     load_lineage,
@@ -122,7 +122,7 @@ class Member:
             self.ranks.barrier()
             return
         reader, run = self.side.reader, self.process.run
-        state = {"ring": reader.state_dict(), "fingerprint": self.side.fingerprint}
+        state = {"ring": reader.state_dict(), "prompts": dict(self.side.identity)}
         checkpoint.write(
             run,
             WeightVersion(self.process.epoch, step),
@@ -153,3 +153,5 @@ class Member:
     def close(self) -> None:
         if self.side is not None:
             self.runner.run(self.side.transport.close())
+            for client in self.side.clients:
+                self.runner.run(client.close())

@@ -1,9 +1,10 @@
 """Rewards in processes of their own, each behind a hard time limit.
 
-    score ── waits in line for a seat (not counted) ── its worker loads the reward (not counted) ── call (the limit)
-                                                                                                      │
-      a finite number: returned, the worker keeps its seat  <───────────────────────────────────────┤
-      raised, hung, died, no number: RewardError, the worker is killed, the next call starts another <─┘
+    score ── a seat (waits in line) ── its worker, loaded ── the call (the limit counts from here)
+                                                               │
+      a finite number: returned, the worker keeps its seat ────┤
+      raised, hung, died, no number: RewardError, the worker ──┘
+      is killed, and the seat's next call starts another
 
 A reward is a stranger's code on a model's text: it may loop in C, ignore signals, fork, exit, exhaust memory, print
 anything. So a worker that failed a call is not trusted with another: its process group gets SIGKILL, which also ends
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ConfigError, RewardError
@@ -45,7 +47,7 @@ class _Worker:
     """One process, from its start to its kill."""
 
     def __init__(self, reward: str) -> None:
-        self.in_doubt = True  # until it is connected, and from a call's start to its good end
+        self._in_doubt = True  # until it is connected, and from a call's start to its good end
         self._loaded = False
         self._calls = 0
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -58,7 +60,11 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                },
             )
         finally:
             theirs.close()
@@ -74,41 +80,36 @@ class _Worker:
         if self._streams is None:
             self._channel.setblocking(False)
             self._streams = await asyncio.open_unix_connection(sock=self._channel)
-            self.in_doubt = False
+            self._in_doubt = False
         if self._loaded:
             return
         try:
             async with asyncio.timeout(LOAD_LIMIT_S):
                 answer = await self._answer()
         except TimeoutError:
-            self.in_doubt = True
             raise RewardError(f"its process did not load it in {LOAD_LIMIT_S:g} s") from None
-        except _WorkerEnded:
-            self.in_doubt = True
-            raise
         if "error" in answer:
-            self.in_doubt = True
             raise ConfigError(f"cannot be loaded: {answer['error']}; set `rollout.reward` to a module:function")
         self._loaded = True
 
     async def call(self, text: str, prompt: Prompt) -> float:
-        """The reward of one text. A worker whose call did not return is in doubt.
+        """The reward of one text. A worker whose call did not return, also for a cancellation, is in doubt.
 
         Raises:
             RewardError: the reward raised, or returned no finite number.
             _WorkerEnded: there will be no answer.
         """
-        assert self._streams is not None and not self.in_doubt
+        assert self._streams is not None and not self._in_doubt
         self._calls += 1
         body = pickle.dumps((self._calls, text, prompt.answer, prompt))
-        self.in_doubt = True
+        self._in_doubt = True
         self._streams[1].write(LENGTH.pack(len(body)) + body)
         answer = await self._answer()
         if answer.get("call") != self._calls:
             raise _WorkerEnded
         if "error" in answer:
             raise RewardError(answer["error"])
-        self.in_doubt = False
+        self._in_doubt = False
         return float(answer["reward"])
 
     async def _answer(self) -> dict[str, Any]:
@@ -135,6 +136,10 @@ class _Worker:
         if self._streams is not None:
             self._streams[1].transport.abort()
         self._channel.close()
+
+    def is_usable(self) -> bool:
+        """Whether another call may be given to it."""
+        return self._lifeline >= 0 and not self._in_doubt
 
     def is_gone(self) -> bool:
         """Whether it was killed and has ended."""
@@ -180,7 +185,7 @@ class RewardPool:
         await asyncio.gather(*(self._load_one() for _ in range(self._num_workers)))
 
     async def _load_one(self) -> None:
-        async with self._worker("") as worker:
+        async with self._seat("") as worker:
             await worker.load()
 
     async def score(self, text: str, prompt: Prompt) -> float:
@@ -190,7 +195,7 @@ class RewardPool:
             RewardError: the reward raised, hung, died or returned no finite number; names it and says which.
             ConfigError: the reward cannot be loaded.
         """
-        async with self._worker(f" on prompt {prompt.id!r}") as worker:
+        async with self._seat(f" on prompt {prompt.id!r}") as worker:
             await worker.load()
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -199,8 +204,8 @@ class RewardPool:
                 raise RewardError(f"did not return in {self._timeout_s:g} s and was killed") from None
 
     @asynccontextmanager
-    async def _worker(self, about: str) -> AsyncIterator[_Worker]:
-        """A worker for one use, started where the seat is empty; the seat goes back in every case, in doubt empty."""
+    async def _seat(self, about: str) -> AsyncIterator[_Worker]:
+        """A worker for one use, started where the seat is empty; the seat goes back always, empty after a fault."""
         worker = await self._seats.get()
         try:
             worker = self._seated(worker)
@@ -209,9 +214,11 @@ class RewardPool:
             assert worker is not None
             raise RewardError(f"reward {self._reward!r}{about}: {await worker.ending()}") from None
         except (RewardError, ConfigError) as error:
+            if worker is not None:
+                worker.kill()
             raise type(error)(f"reward {self._reward!r}{about}: {error}") from None
         finally:
-            if worker is not None and worker.in_doubt:
+            if worker is not None and not worker.is_usable():
                 worker.kill()
                 worker = None
             self._seats.put_nowait(worker)

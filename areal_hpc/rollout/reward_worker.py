@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import importlib
 import json
-import math
 import operator
 import os
 import pickle
@@ -53,25 +52,26 @@ def resolve(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def as_number(value: object) -> float:
-    """``value`` as a finite float; bool, int, float and numpy scalars are numbers, nothing else is.
-
-    Raises:
-        TypeError, ValueError: it is no number, or not a finite one.
-    """
+def outcome_of(value: object) -> dict[str, Any]:
+    """What to answer for a returned ``value``: bool, int, float and numpy scalars are numbers, nothing else is."""
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise TypeError(f"returned a {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value}, which is not finite")
-    return float(value)
+        return {"error": f"returned a {type(value).__name__}, not a number"}
+    if not abs(value) <= sys.float_info.max:  # nor is NaN
+        return {"error": f"returned {value if isinstance(value, float) else 'an int'}, which is no finite float"}
+    return {"reward": float(value)}
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """One line on what a reward raised and where."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{where}: {error}"[:LONGEST_REASON]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    try:
+        message = str(error)
+    except Exception:  # a reward's exception is as strange as the reward
+        message = "(its message cannot be printed)"
+    return f"raised {type(error).__name__} at {where}: {message}"[:LONGEST_REASON]
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -122,9 +122,9 @@ def serve(reward: Callable[..., Any], channel: socket.socket) -> None:
         (length,) = LENGTH.unpack(_receive(channel, LENGTH.size))
         call, text, answer, prompt = pickle.loads(_receive(channel, length))  # noqa: S301 (from our own parent)
         try:
-            outcome: dict[str, Any] = {"reward": as_number(reward(text, answer, prompt))}
+            outcome = outcome_of(reward(text, answer, prompt))
         except BaseException as error:  # whatever a reward raises, SystemExit too, is the answer to its call
-            outcome = {"error": _reason(error)}
+            outcome = {"error": reason_of(error)}
         if os.getpid() != home:  # a child that the reward forked and let run out of its function
             os._exit(0)
         _send(channel, {"call": call, **outcome})
@@ -144,7 +144,7 @@ def main(path: str, channel_fd: int, lifeline_fd: int) -> None:
         reward = resolve(path)
         getattr(reward, "prepare", lambda: None)()
     except BaseException as error:  # reported to the pool, which raises it for the person to mend
-        _send(channel, {"error": _reason(error)})
+        _send(channel, {"error": reason_of(error)})
         return
     _send(channel, {"ready": True})
     serve(reward, channel)

@@ -22,6 +22,9 @@ from areal_hpc.types import Prompt
 
 TAIL = 1000
 """Characters at the end of a text without a box in which an answer is looked for."""
+LONGEST_BOX, LONGEST_RATIO = 400, 4
+"""Characters of a box that are read: at least the first, or the second times the answer's; sums of hundreds of terms
+take math-verify minutes and are no answer."""
 NUMERIC_TOLERANCE = 1e-4
 """Largest relative difference of two numbers that math-verify, which rounds to six decimals, may call equal."""
 
@@ -158,6 +161,8 @@ def math_answer(text: str, answer: Any, prompt: Prompt | None = None) -> float:
         return 0.0
     if normalise(gold) == normalise(text if boxed is None else boxed):
         return 1.0
+    if boxed is not None and len(boxed) > max(LONGEST_BOX, LONGEST_RATIO * len(gold)):
+        return 0.0
     parse, verify, latex_reader = _math_verify()
     only_latex = {"extraction_config": [latex_reader()], "parsing_timeout": None}
     expected = parse(rf"\boxed{{{_as_latex(gold)}}}", **only_latex)

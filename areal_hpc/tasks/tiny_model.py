@@ -16,7 +16,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -146,7 +146,7 @@ def _new_model(seed: int) -> Qwen3ForCausalLM:
         eos_token_id=2,
         pad_token_id=0,
     )
-    return cast("Qwen3ForCausalLM", Qwen3ForCausalLM(config).to(torch.float32))
+    return Qwen3ForCausalLM(config)
 
 
 def _write_model(model: Qwen3ForCausalLM, path: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from areal_hpc.fs import PRIVATE_FILE
 
@@ -44,19 +44,25 @@ class Record:
     values: Mapping[str, Value]
 
     def number(self, key: str) -> float | None:
-        """The value of ``key`` where it is a finite number, else None: no record makes a reader fail."""
+        """The value of ``key`` where it is a finite number; None for anything else and for nothing."""
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None
         return float(value)
 
 
-ENVELOPE = ("time", "role", "index", "epoch", "kind")
+ENVELOPE: Mapping[str, type | tuple[type, ...]] = {
+    "time": (int, float),
+    "role": str,
+    "index": int,
+    "epoch": int,
+    "kind": str,
+}
 
 
 def to_line(record: Record) -> bytes:
     """One line of JSON in ASCII, newline included."""
-    assert not set(record.values) & set(ENVELOPE), f"a {record.kind} record uses a name of the envelope"
+    assert not record.values.keys() & ENVELOPE.keys(), f"a {record.kind} record uses a name of the envelope"
     envelope = {name: getattr(record, name) for name in ENVELOPE}
     values = {key: _plain(value) for key, value in record.values.items()}
     return json.dumps({**envelope, **values}, separators=(",", ":")).encode() + b"\n"
@@ -69,7 +75,8 @@ def from_line(line: bytes) -> Record | None:
         envelope = {name: values.pop(name) for name in ENVELOPE}
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
-    return Record(**envelope, values=values)
+    fits = all(isinstance(envelope[name], kind) for name, kind in ENVELOPE.items())
+    return Record(**envelope, values=values) if fits else None
 
 
 def _plain(value: Any) -> Value:
@@ -132,12 +139,14 @@ class RecordReader:
     """Reads the records of one attempt as they come: every file of ``directory``, or those of ``roles`` only.
 
     Files are opened anew at each poll, which is what makes growth visible on a network file system, and read line by
-    line from where the last poll ended. ``num_damaged`` counts whole lines that hold no record.
+    line from where the last poll ended. ``num_damaged`` counts whole lines that hold no record. With ``last_bytes``
+    only the end of each file is read: enough to tell how a run of a month stands.
     """
 
-    def __init__(self, directory: Path, roles: Collection[str] = ()) -> None:
+    def __init__(self, directory: Path, roles: Collection[str] = (), last_bytes: int | None = None) -> None:
         self._directory = directory
         self._roles = frozenset(roles)
+        self._last_bytes = last_bytes
         self._offsets: dict[str, int] = {}
         self.num_damaged = 0
 
@@ -149,12 +158,23 @@ class RecordReader:
 
     def _tail(self, name: str) -> Iterator[Record]:
         with (self._directory / name).open("rb") as file:  # in binary, lines end at b"\n" and nowhere else
-            file.seek(self._offsets.get(name, 0))
+            if name not in self._offsets:
+                self._offsets[name] = self._beginning(file)
+            file.seek(self._offsets[name])
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._offsets[name] = self._offsets.get(name, 0) + len(line)
+                self._offsets[name] += len(line)
                 if (record := from_line(line)) is not None:
                     yield record
                 elif line.strip():
                     self.num_damaged += 1
+
+    def _beginning(self, file: BinaryIO) -> int:
+        """Where to start in a file seen for the first time: at a line's start."""
+        size = file.seek(0, os.SEEK_END)
+        if self._last_bytes is None or size <= self._last_bytes:
+            return 0
+        file.seek(size - self._last_bytes)
+        file.readline()
+        return file.tell()

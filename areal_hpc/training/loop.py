@@ -168,7 +168,7 @@ class TrainingLoop:
         if self.reader is not None:
             self.reader.release(self.version)
         self.seconds["publish"] = self.clock() - began
-        self.seconds["paused"] = moved.get("paused_s", 0.0)
+        self.seconds["paused"] = moved.get("seconds_paused", 0.0)
 
     def save(self) -> None:
         """One atomic commit of all state, unless this step already has one."""

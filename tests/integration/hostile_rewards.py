@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -14,6 +15,11 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.types import Prompt
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
 
 
 class NotAnException(BaseException):
@@ -51,6 +57,17 @@ def _allocate() -> list[Any]:
     return [np.empty(1 << 30, dtype=np.uint8) for _ in range(16)]  # not written to: address space, no pages
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _scribble() -> None:
+    """Write to every open descriptor that may be a channel."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(fd, b"\xff" * 100)
+
+
 ACTIONS = {
     "sleep": _forever,
     "ignore sigterm": _ignore_sigterm,
@@ -61,7 +78,9 @@ ACTIONS = {
     "sys.exit": lambda: sys.exit(0),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "raise": lambda: 1 / 0,
-    "base exception": lambda: (_ for _ in ()).throw(NotAnException("out of time")),
+    "base exception": lambda: _raise(NotAnException("out of time")),
+    "unprintable": lambda: _raise(Unprintable()),
+    "scribble": _scribble,
     "recurse": _recurse,
     "allocate": _allocate,
     "close descriptors": lambda: os.closerange(3, 64),

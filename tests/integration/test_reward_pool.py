@@ -64,19 +64,21 @@ async def until(ready: Any) -> Any:
         ("exit", "exit code 7"),
         ("sys.exit", "SystemExit"),
         ("segfault", "SIGSEGV"),
-        ("raise", "ZeroDivisionError at hostile_rewards.py"),
+        ("raise", "raised ZeroDivisionError at hostile_rewards.py"),
         ("base exception", "NotAnException.*out of time"),
+        ("unprintable", "raised Unprintable"),
+        ("scribble", "its process"),
         ("recurse", "RecursionError"),
         ("allocate", "MemoryError"),
         ("close descriptors", "its process"),
-        ("nan", "nan, which is not finite"),
-        ("inf", "-inf, which is not finite"),
+        ("nan", "returned nan, which is no finite float"),
+        ("inf", "returned -inf, which is no finite float"),
         ("none", "NoneType, not a number"),
         ("string", "str, not a number"),
         ("dict", "dict, not a number"),
         ("complex", "complex, not a number"),
         ("array", "ndarray, not a number"),
-        ("huge", "OverflowError"),
+        ("huge", "returned an int, which is no finite float"),
     ],
 )
 def test_I9_I15_a_reward_that_fails_is_named_and_its_worker_replaced(action: str, reason: str) -> None:
@@ -94,13 +96,13 @@ def test_I9_I15_a_reward_that_fails_is_named_and_its_worker_replaced(action: str
 @pytest.mark.parametrize("action", ["sleep", "ignore sigterm", "loop in c", "fork and hang", "fork and exit"])
 def test_I8_a_reward_that_hangs_is_killed_with_all_it_started(action: str) -> None:
     async def test() -> None:
-        async with pool_of(workers=2, timeout_s=0.4) as pool:
+        async with pool_of(workers=2, timeout_s=0.8) as pool:
             await pool.start()
             hung, fine = await asyncio.gather(
                 pool.score(action, PROMPT), pool.score("float", PROMPT), return_exceptions=True
             )
             assert isinstance(hung, RewardError)
-            assert "did not return in 0.4 s" in str(hung)
+            assert "did not return in 0.8 s" in str(hung)
             assert fine == 0.25
             assert await pool.score("float", PROMPT) == 0.25
 
@@ -205,6 +207,8 @@ def test_idle_workers_use_no_cpu() -> None:
     async def test() -> None:
         async with pool_of() as pool:
             worker = psutil.Process(int(await pool.score("pid", PROMPT)))
+            await until(lambda: worker.status() == psutil.STATUS_SLEEPING)
+            await asyncio.sleep(0.1)
             before = worker.cpu_times(), worker.num_ctx_switches()
             await asyncio.sleep(0.3)
             assert (worker.cpu_times(), worker.num_ctx_switches()) == before
@@ -261,5 +265,19 @@ def test_workers_replaced_many_times_leave_nothing_behind() -> None:
             await pool.score("int", PROMPT)
             assert len(os.listdir("/proc/self/fd")) == before
             assert len(psutil.Process().children()) == 1
+
+    run(test())
+
+
+def test_I6_I8_mathematics_that_takes_for_ever_costs_one_sample() -> None:
+    async def test() -> None:
+        pool = RewardPool("areal_hpc.rollout.rewards:math_answer", workers=2, timeout_s=2.0)
+        await pool.start()
+        prompt = Prompt(position=0, id="third", messages=(), answer=r"\frac{1}{3}")
+        answers = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\frac{2}{6}}", r"\boxed{0.3}"]
+        tower, *others = await asyncio.gather(*(pool.score(a, prompt) for a in answers), return_exceptions=True)
+        assert isinstance(tower, RewardError)
+        assert others == [1.0, 0.0]
+        await pool.close()
 
     run(test())

@@ -172,8 +172,16 @@ def test_leaving_one_out_leaves_all_branches_of_the_episode_out() -> None:
     np.testing.assert_allclose(result, [1 - 4.5, 0 - 4.5, 3 - 3.25, 6 - 1.75], atol=1e-12)
 
 
-def test_a_lone_episode_has_no_advantage_however_many_branches() -> None:
-    result = grpo_advantages(inputs([1.0, 0.0], [0, 0], episodes=[4, 4]), AlgorithmConfig())
+@pytest.mark.parametrize("std", Level)
+def test_a_lone_episode_has_no_advantage_however_many_branches(std: Level) -> None:
+    config = AlgorithmConfig(reward_norm=NormConfig(std=std))
+    result = grpo_advantages(inputs([1.0, 0.0], [0, 0], episodes=[4, 4]), config)
+    np.testing.assert_array_equal(result, [0.0, 0.0])
+
+
+def test_what_has_no_tokens_is_nothing_to_compare_with() -> None:
+    config = NormConfig(mean=Level.BATCH, std=Level.NONE, leave_one_out=True)
+    result = normalise(np.array([1.0, 0.0]), np.array([0, 0]), config, weights=np.array([5.0, 0.0]))
     np.testing.assert_array_equal(result, [0.0, 0.0])
 
 

@@ -219,7 +219,7 @@ def test_all_problems_come_in_one_error(write: Any) -> None:
 def test_a_missing_key_says_what_it_means(write: Any) -> None:
     message = refused([write(MINIMAL.replace("  total_steps: 10\n", "  ranks: 1\n"))])
     assert message == (
-        "trainer.total_steps: required but missing (Optimizer steps of the whole run.); "
+        "trainer.total_steps: required but missing (Optimizer steps of the whole run); "
         "set it in a file or as `trainer.total_steps=...`"
     )
 
@@ -330,7 +330,7 @@ def test_any_dataclass_can_be_built() -> None:
     assert tree is not None
     assert build(Outer, tree) == Outer(size=4, rest={"a": [1, 2]})
     assert build(Outer, tree).inner.width == 3.0
-    with pytest.raises(ConfigError, match=re.escape("size: required but missing (How large.)")):
+    with pytest.raises(ConfigError, match=re.escape("size: required but missing (How large)")):
         build(Outer, parse("rest: {}", "text") or pytest.fail())
 
 

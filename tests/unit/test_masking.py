@@ -204,6 +204,20 @@ def test_certain_tokens_are_kept_where_the_policies_agree() -> None:
     assert binary_kl(torch.tensor([0.0]), torch.tensor([-4.0])).item() == pytest.approx(4.0, abs=1e-4)
 
 
+def test_binary_kl_of_an_impossible_token() -> None:
+    impossible, half = torch.tensor([-INF]), torch.tensor([math.log(0.5)])
+    assert binary_kl(impossible, half).item() == pytest.approx(math.log(2))
+    assert binary_kl(half, impossible).item() == INF
+    assert binary_kl(impossible, impossible).item() == 0.0
+
+
+def test_binary_kl_is_judged_in_its_worse_direction() -> None:
+    """The divergences of these two are 3.0 one way and 8.4 the other."""
+    for proximal, behaviour in ((-9.0, -0.05), (-0.05, -9.0)):
+        result = run([proximal], [behaviour], RejectionConfig(metric=Metric.BINARY_KL, upper=5.0))
+        assert result.kept.tolist() == [False]
+
+
 def test_E6_a_log_ratio_that_is_not_finite_harms_no_other_token() -> None:
     for config in LEGAL:
         result = run([-1.0, math.nan, INF, -INF, -1.0], [-1.0, -1.0, -1.0, -1.0, -1.0], config)

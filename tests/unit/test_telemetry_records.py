@@ -24,6 +24,10 @@ def open_recorder(directory: Path, role: str = "trainer", index: int = 0) -> Rec
     return Recorder(directory / f"{role}-{index}.jsonl", role=role, index=index, epoch=3)
 
 
+ODD = b'{"time": "noon", "role": "trainer", "index": 0, "epoch": 1, "kind": "step", "step": 9}'
+"""Everything is there, but the time is not one."""
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -115,6 +119,21 @@ def test_only_the_roles_asked_for_are_read(tmp_path: Path) -> None:
     assert roles == ["evaluator", "trainer"]
 
 
+@pytest.mark.parametrize("last_bytes", [1, 50, 99, 100, 101, 150, 200, 250, 299, 300, 400])
+def test_the_end_of_a_file_starts_at_a_whole_line(tmp_path: Path, last_bytes: int) -> None:
+    recorder = open_recorder(tmp_path)
+    for step in range(3):
+        recorder.record("step", {"step": step})
+    size = (tmp_path / "trainer-0.jsonl").stat().st_size
+    reader = RecordReader(tmp_path, last_bytes=last_bytes)
+    steps = [record.number("step") for record in reader.poll()]
+    assert steps == [0, 1, 2][3 - len(steps) :]
+    assert reader.num_damaged == 0
+    assert len(steps) == 3 or last_bytes < size
+    recorder.record("step", {"step": 3})
+    assert [record.number("step") for record in reader.poll()] == [3]
+
+
 def test_a_torn_last_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
     recorder = open_recorder(tmp_path)
     recorder.record("step", {"step": 1})
@@ -141,7 +160,9 @@ def test_a_successor_starts_a_line_of_its_own_after_a_torn_one(tmp_path: Path) -
     assert reader.num_damaged == 1
 
 
-@pytest.mark.parametrize("line", [b"", b"{}", b"[1]", b"null", b"7", b"\xff\xfe", b'{"time": 1, "role"', b"\x00" * 9])
+@pytest.mark.parametrize(
+    "line", [b"", b"{}", b"[1]", b"null", b"7", b"\xff\xfe", b'{"time": 1, "role"', b"\x00" * 9, ODD]
+)
 def test_a_line_that_holds_no_record_is_counted_and_left_out(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "trainer-0.jsonl").write_bytes(line + b"\n")
     open_recorder(tmp_path).record("step", {"step": 1})

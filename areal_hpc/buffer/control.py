@@ -1,0 +1,88 @@
+"""CONTROL.json: all that the trainer tells the writers, replaced whole by its rank 0 after a look at the fence.
+
+It carries the newest published weights and, for each writer slot, the chain it listens to and numbers that only ever
+grow within that chain. A writer believes it only where it is of the writer's own epoch.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.buffer.epochs import check_fence
+from areal_hpc.fs import RunDir, publish_json, read_if_listed, read_json
+from areal_hpc.types import WeightVersion
+from areal_hpc.watermark import Watermark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotControl:
+    """What one writer needs to know."""
+
+    chain: str  # whose records are followed; "" while the slot has no writer
+    freed: int  # tickets of this chain that the trainer has finished
+    carried: int  # groups of earlier chains that take up room in the slot's share
+    reclaim: int  # tickets of this chain below it are in two checkpoints: their segments may be deleted
+    issued: Watermark  # positions of the slot's shard (position // num_slots) that need not be issued again
+    reissues: tuple[tuple[int, int], ...]  # (position, serial) to run again
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "chain": self.chain,
+            "freed": self.freed,
+            "carried": self.carried,
+            "reclaim": self.reclaim,
+            "issued": self.issued.state_dict(),
+            "reissues": self.reissues,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> SlotControl:
+        return cls(
+            chain=value["chain"],
+            freed=value["freed"],
+            carried=value["carried"],
+            reclaim=value["reclaim"],
+            issued=Watermark.from_state(value["issued"]),
+            reissues=tuple((position, serial) for position, serial in value["reissues"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One state of CONTROL.json."""
+
+    epoch: int
+    version: WeightVersion
+    slots: tuple[SlotControl, ...]
+
+
+def publish_control(run: RunDir, control: Control) -> None:
+    """
+    Raises:
+        Fenced: a newer attempt owns the run; nothing was published.
+    """
+    check_fence(run, control.epoch)
+    slots = [slot.to_json() for slot in control.slots]
+    publish_json(run.ring / "CONTROL.json", {"epoch": control.epoch, "version": control.version, "slots": slots})
+
+
+def read_control(run: RunDir, *, known: bool) -> Control | None:
+    """What CONTROL.json says now. None where there is none yet, or where another host's rename makes its name stale
+    for an instant: ask again.
+
+    Args:
+        known: it has been read before, so its name need not be looked for in the directory.
+    """
+    path = run.ring / "CONTROL.json"
+    try:
+        value = read_json(path) if known else read_if_listed(path)
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT):
+            raise
+        return None
+    if value is None:
+        return None
+    slots = tuple(SlotControl.from_json(slot) for slot in value["slots"])
+    return Control(epoch=value["epoch"], version=WeightVersion(*value["version"]), slots=slots)

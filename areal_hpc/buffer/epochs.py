@@ -1,0 +1,137 @@
+"""Attempts of one run: who owns it (fencing), and which weights they have in common (lineage).
+
+    ring/epochs/e00000003              created exclusively by the attempt that claims the number
+    ring/epochs/e00000003.start.json   written once by its trainer: the checkpoint it goes on from, the prompts done
+
+Every attempt has a higher epoch than all before it. Whoever sees a higher epoch than its own stops: a process that
+slept through its own replacement publishes nothing and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import Fenced, RunDirError
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, read_if_listed
+from areal_hpc.types import WeightVersion
+from areal_hpc.watermark import Watermark
+
+ROOT = WeightVersion(0, 0)
+"""The weights before any attempt: what ``model.path`` holds. Real epochs begin at 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecord:
+    """How an attempt began."""
+
+    parent: WeightVersion | None  # the checkpoint it goes on from; None: from the model directory
+    version: WeightVersion  # the first version it serves
+    consumed: Watermark  # prompt positions that need no new episode: consumed, or sealed and waiting in the ring
+    fingerprint: str  # of the data set that positions refer to
+
+
+def _directory(run: RunDir) -> Path:
+    return run.ring / "epochs"
+
+
+def newest_epoch(run: RunDir) -> int:
+    """The highest epoch anybody has claimed, by listing; 0 before the first."""
+    try:
+        names = os.listdir(_directory(run))
+    except FileNotFoundError:
+        return 0
+    return max((int(name[1:]) for name in names if re.fullmatch(r"e\d{8}", name)), default=0)
+
+
+def claim_epoch(run: RunDir, owner: Mapping[str, Any]) -> int:
+    """Take the next epoch; of many callers on any host each gets its own, and the highest owns the run."""
+    make_private_directory(_directory(run))
+    epoch = newest_epoch(run) + 1
+    while not create_exclusive(_directory(run) / f"e{epoch:08d}", json.dumps(dict(owner)).encode()):
+        epoch += 1  # somebody was faster, or the listing was old
+    return epoch
+
+
+def check_fence(run: RunDir, epoch: int) -> None:
+    """
+    Raises:
+        Fenced: a newer attempt than ``epoch`` owns the run.
+    """
+    newest = newest_epoch(run)
+    if newest > epoch:
+        raise Fenced(f"attempt {epoch} of {run.root} was replaced by attempt {newest}; this process must stop")
+
+
+def write_start(run: RunDir, epoch: int, record: StartRecord) -> None:
+    """
+    Raises:
+        RunDirError: this epoch has a start record already: two trainers believe that they own it.
+    """
+    value = {
+        "parent": record.parent,
+        "version": record.version,
+        "consumed": record.consumed.state_dict(),
+        "fingerprint": record.fingerprint,
+    }
+    if not create_exclusive(_start_path(run, epoch), json.dumps(value).encode()):
+        raise RunDirError(f"{_start_path(run, epoch)} exists; stop the other trainer and start the run again")
+
+
+def read_start(run: RunDir, epoch: int) -> StartRecord | None:
+    """How attempt ``epoch`` began, or None while its trainer has not said so."""
+    value = read_if_listed(_start_path(run, epoch))
+    if value is None:
+        return None
+    return StartRecord(
+        parent=None if value["parent"] is None else WeightVersion(*value["parent"]),
+        version=WeightVersion(*value["version"]),
+        consumed=Watermark.from_state(value["consumed"]),
+        fingerprint=value["fingerprint"],
+    )
+
+
+def _start_path(run: RunDir, epoch: int) -> Path:
+    return _directory(run) / f"e{epoch:08d}.start.json"
+
+
+def lineage(run: RunDir, epoch: int, parent: WeightVersion | None) -> Callable[[WeightVersion], bool]:
+    """``branch`` of attempt ``epoch``, which goes on from checkpoint ``parent``; the others' parents are on disk."""
+    parents = {epoch: parent or ROOT}
+    for earlier in range(1, epoch):
+        start = read_start(run, earlier)
+        if start is not None:
+            parents[earlier] = start.parent or ROOT
+    return branch(epoch, parents)
+
+
+def branch(epoch: int, parents: Mapping[int, WeightVersion]) -> Callable[[WeightVersion], bool]:
+    """Whether weights are on the branch that attempt ``epoch`` continues.
+
+    ``parents[e]`` is the checkpoint that attempt ``e`` went on from. On the path from ``epoch`` to the root an attempt
+    shares what came before the next one left it; beside the path it shares at most the weights it began with; one
+    without a parent served no weights.
+
+    Raises:
+        RunDirError: an attempt on the path has no parent recorded.
+    """
+    shared = {}  # attempt -> the last step that is also in our past
+    child = epoch
+    while child != ROOT.epoch:
+        if child not in parents:
+            raise RunDirError(
+                f"attempt {child} left no start record, so what it shares is unknown; restore ring/epochs"
+            )
+        assert parents[child].epoch < child, parents
+        shared[parents[child].epoch] = parents[child].step
+        child = parents[child].epoch
+    for earlier in sorted(parents):
+        if earlier != epoch and earlier not in shared:
+            began = parents[earlier]
+            shared[earlier] = min(began.step, shared.get(began.epoch, -1))
+    return lambda version: version.epoch == epoch or version.step <= shared.get(version.epoch, -1)

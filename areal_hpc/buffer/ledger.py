@@ -1,0 +1,276 @@
+"""What the trainer knows of every ticket: pure bookkeeping, no files, no clock. The rules of the ring are here.
+
+    reserved --sealed--> waiting --claim--> claimed --release--> consumed
+        |                   |                  |
+        +--dropped----------+--expired---------+--discarded--->  consumed (filtered, failed) or issued again
+
+Staleness. With n groups a step and a bound of eta steps, at most (eta + 1) n tickets are outstanding. A group whose
+ticket is of version v may be claimed up to version v + eta. ``claim`` takes the oldest, and waits when going on would
+leave more old tickets than the steps before their end can take: of the tickets that end with k more steps, k n may
+stay. That is earliest-deadline-first; since at most (k + 1) n of them were there before the step, the oldest n always
+satisfy it once they are sealed, so the wait ends and no ticket ever ends unclaimed. A slow episode is waited for
+instead of being thrown away, so long answers are not filtered out.
+
+Exactly once. A position counts as consumed when its group is released or it is dropped for good, and is then refused
+for ever. Everything a checkpoint needs is in ``state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from areal_hpc.types import Drop, GroupRef, Ticket, WeightVersion
+from areal_hpc.watermark import Watermark
+
+
+class Key(NamedTuple):
+    """A ticket's name in the run."""
+
+    chain: str
+    number: int
+
+
+def share(capacity: int, slot: int, num_slots: int) -> int:
+    """How many tickets writer ``slot`` may have outstanding; the shares of all writers sum to ``capacity``."""
+    return capacity // num_slots + (slot < capacity % num_slots)
+
+
+def shard(positions: Watermark, slot: int, num_slots: int) -> Watermark:
+    """The positions of writer ``slot`` (those that are ``slot`` modulo ``num_slots``) as 0, 1, 2, ..."""
+    low = (positions.low - slot + num_slots - 1) // num_slots
+    return Watermark(max(0, low), (p // num_slots for p in positions.above if p % num_slots == slot))
+
+
+def unshard(local: Watermark, slot: int, num_slots: int) -> Watermark:
+    """The inverse of ``shard``, as far as this writer's positions go; others below the watermark count as in."""
+    return Watermark(local.low * num_slots + slot, (n * num_slots + slot for n in local.above))
+
+
+def _age(ticket: Ticket | GroupRef) -> tuple[int, int]:
+    """Sorts oldest first."""
+    return (ticket.version.step, ticket.position)
+
+
+class Ledger:
+    """Fed by the logs (``reserved``, ``sealed``, ``dropped``, ``retired``), asked by the trainer (the rest).
+
+    ``survives`` tells whether weights are on the branch that this attempt continues. An attempt begins with
+    ``load_state_dict``, the logs of all attempts before it, and ``begin``.
+    """
+
+    def __init__(
+        self, capacity: int, max_staleness: int, num_slots: int, survives: Callable[[WeightVersion], bool]
+    ) -> None:
+        self.capacity, self.max_staleness, self.num_slots = capacity, max_staleness, num_slots
+        self._survives = survives
+        self.in_flight: dict[Key, Ticket] = {}
+        self.waiting: dict[Key, GroupRef] = {}
+        self.claimed: dict[Key, GroupRef] = {}
+        self.consumed = Watermark()
+        self.finished: dict[str, Watermark] = {}
+        """For each chain the ticket numbers that nothing more happens to."""
+        self.drops = Counter[Drop]()
+        self.duplicates = 0
+        self.freed = Counter[str]()
+        """For each chain the tickets that the trainer, not the writer, has finished."""
+        self.reissues: dict[int, int] = {}
+        """Positions to run again, with a serial number that says which are new to a writer."""
+        self.issued = [Watermark() for _ in range(num_slots)]
+        """For each writer the positions of its shard (see ``shard``) that its stream need not come to any more."""
+        self._staleness: list[int] = []  # of the groups claimed last, in steps
+        self._asked: tuple[int, WeightVersion] | None = None  # by the last claim
+        self._carried: dict[Key, int] = {}  # groups of chains that have ended -> the writer whose share they take up
+        self._held: set[int] = set()  # positions waiting or claimed
+        self._serial = 0
+
+    # What the logs say
+
+    def reserved(self, ticket: Ticket) -> None:
+        key = Key(ticket.chain, ticket.number)
+        if self._is_finished(key):
+            return
+        self.in_flight[key] = ticket
+        self.reissues.pop(ticket.position, None)
+        self._issue(ticket.position)
+
+    def sealed(self, ref: GroupRef, newest: WeightVersion) -> None:
+        """``newest``: the newest weights that sampled any of its tokens; they may be newer than the ticket."""
+        key = Key(ref.chain, ref.ticket)
+        if self._is_finished(key):
+            return
+        self.in_flight.pop(key, None)
+        if ref.position in self.consumed or ref.position in self._held:
+            self.duplicates += 1
+            self._finish(key)
+            return
+        self.waiting[key] = ref
+        self._held.add(ref.position)
+        self.reissues.pop(ref.position, None)
+        self._issue(ref.position)
+        if not self._survives(newest):
+            self.discard(ref, Drop.NEWER)
+
+    def dropped(self, key: Key, reason: Drop) -> None:
+        """The writer gave a ticket back, and has counted the slot as free already."""
+        ticket = self.in_flight.pop(key, None)
+        if ticket is not None:
+            self._finish(key, by_writer=True)
+            self._account(ticket.position, reason if self._survives(ticket.version) else Drop.NEWER)
+
+    def retired(self, chain: str, slot: int) -> None:
+        """No more records come from ``chain``: what it had in flight is run again, what it sealed burdens ``slot``."""
+        for key in [key for key in self.in_flight if key.chain == chain]:
+            position = self.in_flight.pop(key).position
+            self._finish(key)
+            self._reissue(position)
+        self._carried.update((key, slot) for key in (*self.waiting, *self.claimed) if key.chain == chain)
+        self.freed.pop(chain, None)
+
+    def begin(self) -> Watermark:
+        """All attempts before this one are read. The positions that need no new episode; the others are new again."""
+        self.reissues.clear()
+        done = self.consumed.copy()
+        room = [share(self.capacity, slot, self.num_slots) for slot in range(self.num_slots)]
+        for key, ref in sorted(self.waiting.items(), key=lambda item: _age(item[1])):
+            done.add(ref.position)
+            slot = room.index(max(room))
+            self._carried[key] = slot
+            room[slot] -= 1
+        self.issued = [shard(done, slot, self.num_slots) for slot in range(self.num_slots)]
+        return done
+
+    # What the trainer does
+
+    def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None:
+        """The oldest ``num_groups`` waiting groups, or None while they are not there or older ones must come first."""
+        self._asked = (num_groups, version)
+        oldest = version.step - self.max_staleness
+        for ref in [ref for ref in self.waiting.values() if ref.version.step < oldest]:
+            self.discard(ref, Drop.STALE)
+        chosen = self._oldest(num_groups)
+        if len(chosen) < num_groups or self._must_wait_for(chosen, num_groups, version.step) is not None:
+            return None
+        for ref in chosen:
+            key = Key(ref.chain, ref.ticket)
+            self.claimed[key] = self.waiting.pop(key)
+        self._staleness = [version.step - ref.version.step for ref in chosen]
+        return chosen
+
+    def discard(self, ref: GroupRef, reason: Drop) -> None:
+        """Take a waiting or claimed group out of the ring without training on it."""
+        key = Key(ref.chain, ref.ticket)
+        where = self.claimed if key in self.claimed else self.waiting
+        assert key in where, f"{key} is not in the ring"
+        del where[key]
+        self._held.discard(ref.position)
+        self._finish(key)
+        self._account(ref.position, reason)
+
+    def release(self) -> None:
+        """The claimed groups are in the published weights; their slots are free."""
+        for key, ref in self.claimed.items():
+            self.consumed.add(ref.position)
+            self._held.discard(ref.position)
+            self._finish(key)
+        self.claimed.clear()
+
+    def carried(self, slot: int) -> int:
+        """How much of writer ``slot``'s share is taken up by groups of writers that have ended."""
+        return sum(owner == slot for owner in self._carried.values())
+
+    # What it tells
+
+    def waiting_for(self) -> str:
+        """A sentence on why the last claim had no answer."""
+        if self._asked is None:
+            return "nothing: no group was asked for yet"
+        num_groups, version = self._asked
+        text = f"{len(self.waiting)} of {num_groups} groups are sealed, {len(self.in_flight)} are in flight"
+        if self.in_flight:
+            oldest = min(ticket.version.step for ticket in self.in_flight.values())
+            text += f", the oldest {version.step - oldest} versions behind"
+        bound = self._must_wait_for(self._oldest(num_groups), num_groups, version.step)
+        if bound is not None:
+            late = [t for t in self.in_flight.values() if t.version.step <= bound]
+            writers = sorted({int(t.chain.split(".")[0]) for t in late})
+            text += (
+                f"; waiting for tickets of version {bound} or older, which would become too old, of writers {writers}"
+            )
+        return text
+
+    def stats(self) -> dict[str, float]:
+        outstanding = len(self.in_flight) + len(self.waiting) + len(self.claimed)
+        stats: dict[str, float] = {
+            "fill": outstanding / self.capacity,
+            "sealed": len(self.waiting),
+            "in_flight": len(self.in_flight),
+            "claimed": len(self.claimed),
+            "duplicates": self.duplicates,
+            **{f"dropped_{reason.value}": self.drops[reason] for reason in Drop},
+        }
+        if self._staleness:
+            stats["staleness_min"] = min(self._staleness)
+            stats["staleness_mean"] = sum(self._staleness) / len(self._staleness)
+            stats["staleness_max"] = max(self._staleness)
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: everything that was finished when it was made."""
+        return {
+            "consumed": self.consumed.state_dict(),
+            "finished": {chain: numbers.state_dict() for chain, numbers in self.finished.items()},
+            "drops": {reason.value: count for reason, count in self.drops.items()},
+            "duplicates": self.duplicates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.consumed = Watermark.from_state(state["consumed"])
+        self.finished = {chain: Watermark.from_state(numbers) for chain, numbers in state["finished"].items()}
+        self.drops = Counter({Drop(reason): int(count) for reason, count in state["drops"].items()})
+        self.duplicates = int(state["duplicates"])
+
+    # How
+
+    def _oldest(self, num_groups: int) -> list[GroupRef]:
+        return sorted(self.waiting.values(), key=_age)[:num_groups]
+
+    def _must_wait_for(self, chosen: list[GroupRef], num_groups: int, step: int) -> int | None:
+        """The ticket version, in steps, up to which more must be sealed before ``chosen`` may be taken, or None.
+
+        For each number of steps that are left after this one: of the tickets that end by then, no more may stay than
+        those steps can take. Tickets that have ended already (seen late) are not waited for.
+        """
+        oldest = step - self.max_staleness
+        steps = [t.version.step for t in self.waiting.values()] + [t.version.step for t in self.in_flight.values()]
+        for steps_left in range(self.max_staleness + 1):
+            newest = oldest + steps_left
+            due = sum(oldest <= reserved_at <= newest for reserved_at in steps)
+            taken = sum(ref.version.step <= newest for ref in chosen)
+            if taken < min(num_groups, due - steps_left * num_groups):
+                return newest
+        return None
+
+    def _account(self, position: int, reason: Drop) -> None:
+        self.drops[reason] += 1
+        if reason.reissues():
+            self._reissue(position)
+        elif position not in self._held:
+            self.consumed.add(position)
+
+    def _reissue(self, position: int) -> None:
+        if position not in self.consumed and position not in self._held:
+            self._serial += 1
+            self.reissues[position] = self._serial
+
+    def _issue(self, position: int) -> None:
+        self.issued[position % self.num_slots].add(position // self.num_slots)
+
+    def _is_finished(self, key: Key) -> bool:
+        return key.chain in self.finished and key.number in self.finished[key.chain]
+
+    def _finish(self, key: Key, *, by_writer: bool = False) -> None:
+        self.finished.setdefault(key.chain, Watermark()).add(key.number)
+        if self._carried.pop(key, None) is None and not by_writer:
+            self.freed[key.chain] += 1

@@ -1,0 +1,273 @@
+"""The trainer's end of the ring on a shared file system: no locks, no server, one writer for every file.
+
+    RingWriter (one a rollout process)                RingReader (the trainer's rank 0)
+    ----------------------------------                ---------------------------------
+    chain: RESERVE, DATA, DROP, COMMIT, SEAL  ----->  polls every live chain, feeds the Ledger
+    reg/<slot>.json: my chain's name          ----->  finds new chains; the slot's old one is retired
+    share, version, positions to run again    <-----  CONTROL.json
+
+The rules are the Ledger's. Here they meet files: which chains are followed, what CONTROL says, what may be deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from areal_hpc.buffer.chain import ChainName, segment_name
+from areal_hpc.buffer.control import Control, SlotControl, publish_control
+from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
+from areal_hpc.buffer.ledger import Key, Ledger
+from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
+from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
+from areal_hpc.config.schema import BufferConfig
+from areal_hpc.fs import RunDir, make_private_directory, read_json
+from areal_hpc.types import Drop, GroupRef, Ticket, TrajectoryGroup, WeightVersion
+from areal_hpc.watermark import Watermark
+
+
+class RingReader:
+    """The trainer's end. Its construction reads everything that earlier attempts left in the ring.
+
+        reader = RingReader(run, epoch, ..., state=checkpoint's, parent=checkpoint's version)
+        reader.write_start(version, fingerprint)          once
+        reader.release(version)                           the engines have their weights: writers may begin
+        ... claim, read, release, covered ...
+
+    Args:
+        state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
+        parent: that checkpoint's version; None for a fresh start.
+        discover_s: how often new chains are looked for at most.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        epoch: int,
+        *,
+        num_slots: int,
+        config: BufferConfig,
+        capacity: int,
+        state: Mapping[str, Any] | None = None,
+        parent: WeightVersion | None = None,
+        discover_s: float = 0.5,
+    ) -> None:
+        assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
+        self._run, self._epoch, self._num_slots, self._discover_s = run, epoch, num_slots, discover_s
+        self._parent = parent
+        self._registry = make_private_directory(run.ring / "reg")
+        self._chains = make_private_directory(run.ring / "chains")
+        self._fetcher = GroupFetcher(run)
+        self._ledger = Ledger(capacity, config.max_staleness, num_slots, lineage(run, epoch, parent))
+        self._version: WeightVersion | None = None
+        self._published: Control | None = None
+        self._covered: Mapping[str, Any] | None = state
+        self._reclaim: dict[str, int] = {}  # chain -> tickets below are in two checkpoints
+        self._newest: dict[int, ChainName] = {}  # slot -> the last chain followed
+        self._live: dict[int, ChainReader] = {}  # slot -> chain that still grows
+        self._retired: list[ChainReader] = []  # chains with files that nobody writes any more
+        self._next_discovery_s = 0.0
+        self._done = self._resume(state)
+
+    def _resume(self, state: Mapping[str, Any] | None) -> Watermark:
+        if state is not None:
+            self._ledger.load_state_dict(state)
+        earlier = [name for name in self._listed() if name.epoch < self._epoch]
+        for name in sorted(earlier, key=lambda name: (name.epoch, name)):
+            self._retire(ChainReader(self._chains, name), slot=0)
+        for chain in set(self._ledger.finished) - {str(name) for name in earlier}:
+            del self._ledger.finished[chain]  # its files are gone, and so are its tickets
+        return self._ledger.begin()
+
+    def write_start(self, version: WeightVersion, fingerprint: str) -> StartRecord:
+        """Say once how this attempt begins.
+
+        Raises:
+            RunDirError: it has been said already: two trainers believe that they own this epoch.
+        """
+        record = StartRecord(parent=self._parent, version=version, consumed=self._done, fingerprint=fingerprint)
+        write_start(self._run, self._epoch, record)
+        return record
+
+    def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None:
+        """The oldest ``num_groups`` sealed groups, or None while they are not there (``waiting_for`` says why).
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        self._discover()
+        for slot, chain in list(self._live.items()):
+            self._feed(chain)
+            if chain.ended:
+                self._retire(self._live.pop(slot), slot)
+        refs = self._ledger.claim(num_groups, version)
+        self._publish(only_if_changed=True)
+        return refs
+
+    def read(self, ref: GroupRef) -> TrajectoryGroup:
+        """The group at ``ref``.
+
+        Raises:
+            CorruptRecord: its bytes are damaged; discard it as such.
+        """
+        return self._fetcher.read(ref)
+
+    def discard(self, ref: GroupRef, reason: Drop) -> None:
+        """Leave a claimed group out; its slot is free, its position consumed or run again as ``reason`` says."""
+        self._ledger.discard(ref, reason)
+
+    def release(self, version: WeightVersion) -> None:
+        """``version`` is on every engine: what was claimed is consumed, its slots are free.
+
+        Raises:
+            Fenced: a newer attempt owns the run; nothing was published.
+        """
+        self._ledger.release()
+        self._version = version
+        self._publish()
+
+    def covered(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with ``state`` is durable: what the one *before* it covers may be deleted, so that the run can
+        fall back by one checkpoint and still find everything.
+
+        Raises:
+            Fenced: a newer attempt owns the run; nothing was published or deleted.
+        """
+        before, self._covered = self._covered, state
+        if before is not None:
+            self._reclaim = {chain: int(numbers["low"]) for chain, numbers in before["finished"].items()}
+        self._publish()
+
+    def waiting_for(self) -> str:
+        """A sentence on what the last claim waits for."""
+        absent = [slot for slot in range(self._num_slots) if slot not in self._live]
+        return self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the ring."""
+        return self._ledger.state_dict()
+
+    def stats(self) -> Mapping[str, float]:
+        """Gauges: see Ledger.stats; ``bytes`` were committed by the chains that still have files."""
+        chains = [*self._live.values(), *self._retired]
+        return {**self._ledger.stats(), "bytes": sum(chain.committed_bytes for chain in chains)}
+
+    # Chains
+
+    def _listed(self) -> list[ChainName]:
+        names = (ChainName.parse(text) for text in os.listdir(self._chains))
+        return [name for name in names if name is not None]
+
+    def _discover(self) -> None:
+        """Find new chains: by the registry, whose files are always fresh when opened, and by listing."""
+        now = time.monotonic()
+        if now < self._next_discovery_s:
+            return
+        self._next_discovery_s = now + self._discover_s
+        entries = [name for name in os.listdir(self._registry) if name.endswith(".json") and name[0] != "."]
+        registered = (ChainName.parse(read_json(self._registry / entry)["chain"]) for entry in entries)
+        names = {*self._listed(), *(name for name in registered if name is not None)}
+        for name in sorted(names):
+            newer = name.slot not in self._newest or name > self._newest[name.slot]
+            if name.epoch == self._epoch and name.slot < self._num_slots and newer:
+                self._follow(name)
+
+    def _follow(self, name: ChainName) -> None:
+        if name.slot in self._live:
+            self._retire(self._live.pop(name.slot), name.slot)
+        self._newest[name.slot] = name
+        self._live[name.slot] = ChainReader(self._chains, name)
+
+    def _retire(self, chain: ChainReader, slot: int) -> None:
+        """One last poll, then never again: what a zombie writes later is not seen, and its prompts run again."""
+        self._feed(chain, last=True)
+        self._ledger.retired(str(chain.name), slot)
+        self._retired.append(chain)
+
+    def _feed(self, chain: ChainReader, *, last: bool = False) -> None:
+        for record in chain.poll(last=last):
+            _APPLY[record.type](self._ledger, chain.name, record)
+
+    # CONTROL
+
+    def _publish(self, *, only_if_changed: bool = False) -> None:
+        if self._version is None:
+            return
+        slots = tuple(self._slot_control(slot) for slot in range(self._num_slots))
+        control = Control(epoch=self._epoch, version=self._version, slots=slots)
+        if only_if_changed and self._published is not None and _news(control) == _news(self._published):
+            return
+        publish_control(self._run, control)
+        self._published = control
+        self._delete_retired()
+
+    def _slot_control(self, slot: int) -> SlotControl:
+        ledger = self._ledger
+        chain = str(self._live[slot].name) if slot in self._live else ""
+        mine = sorted(item for item in ledger.reissues.items() if item[0] % self._num_slots == slot)
+        return SlotControl(
+            chain=chain,
+            freed=ledger.freed[chain],
+            carried=ledger.carried(slot),
+            reclaim=self._reclaim.get(chain, 0),
+            issued=ledger.issued[slot].copy(),
+            reissues=tuple(mine),
+        )
+
+    def _delete_retired(self) -> None:
+        """Delete segments of ended chains by the rule that writers follow; call it only behind the fence."""
+        for chain in list(self._retired):
+            low = self._reclaim.get(str(chain.name), 0)
+            for segment, newest_ticket in sorted(chain.newest_tickets.items()):
+                if newest_ticket >= low:
+                    break
+                (chain.directory / segment_name(segment)).unlink(missing_ok=True)
+                del chain.newest_tickets[segment]
+            if not chain.newest_tickets and _remove_directory(chain):
+                self._retired.remove(chain)
+                self._ledger.finished.pop(str(chain.name), None)
+
+
+def _remove_directory(chain: ChainReader) -> bool:
+    """Whether it is gone. A file deleted while another process on this host reads it stays under a hidden name for
+    as long (NFS "silly rename"), and the directory with it: the next call tries again."""
+    try:
+        chain.directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
+        return False
+    return True
+
+
+def _news(control: Control) -> Control:
+    """Without what only a new writer reads, and what therefore need not be published for its own sake."""
+    return replace(control, slots=tuple(replace(slot, issued=Watermark()) for slot in control.slots))
+
+
+def _reserved(ledger: Ledger, chain: ChainName, record: Found) -> None:
+    meta = record.meta
+    version = WeightVersion(*meta["version"])
+    ledger.reserved(Ticket(chain=str(chain), number=meta["ticket"], position=meta["position"], version=version))
+
+
+def _sealed(ledger: Ledger, chain: ChainName, record: Found) -> None:
+    ref = group_ref(str(chain), record.meta, segment=record.segment, offset=record.offset, seq=record.seq)
+    ledger.sealed(ref, newest_weights(chain.epoch, record.meta))
+
+
+def _dropped(ledger: Ledger, chain: ChainName, record: Found) -> None:
+    ledger.dropped(Key(str(chain), record.meta["ticket"]), Drop(record.meta["reason"]))
+
+
+_APPLY: dict[RecordType, Callable[[Ledger, ChainName, Found], None]] = {
+    RecordType.RESERVE: _reserved,
+    RecordType.DATA: _sealed,
+    RecordType.DROP: _dropped,
+}

@@ -1,0 +1,221 @@
+"""The ring's format on disk: records, and how a group of trajectories becomes one.
+
+    record = header (40 bytes, little-endian) | meta (msgpack map) | body (raw little-endian columns) | zeros to 8 bytes
+
+    offset  size  field
+         0     4  magic "ARHR"
+         4     1  format version, 1
+         5     1  type: 1 DATA, 2 COMMIT, 3 SEAL, 4 RESERVE, 5 DROP
+         6     2  zero
+         8     4  length of meta
+        12     4  owner: CRC-32C of the chain's name, so that bytes of another file are never taken for ours
+        16     8  length of body
+        24     8  sequence number in the chain, one more for each record
+        32     4  CRC-32C of body
+        36     4  CRC-32C of header (this field as zero) and meta
+
+Lengths are checked against limits before anything is allocated. A body is columns that ``meta["columns"]`` lists as
+(name, dtype, count), so a column can be added without a new format. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import google_crc32c
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.errors import CorruptRecord, DataError
+from areal_hpc.types import NOT_SAMPLED, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
+
+HEADER = struct.Struct("<4sBBHIIQQII")
+HEADER_BYTES = HEADER.size
+MAGIC = b"ARHR"
+FORMAT = 1
+MAX_META = 1 << 24
+MAX_BODY = 1 << 30
+COLUMNS = {"token_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
+"""Columns of a group: one value for each token, the trajectories one after the other."""
+
+
+class RecordType(IntEnum):
+    DATA = 1
+    """A sealed group."""
+    COMMIT = 2
+    """Everything before it is on disk."""
+    SEAL = 3
+    """The segment ends; names the next one, or none where the chain ends."""
+    RESERVE = 4
+    """A ticket was reserved."""
+    DROP = 5
+    """A ticket was given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    type: RecordType
+    meta_bytes: int
+    owner: int
+    body_bytes: int
+    seq: int
+    body_crc: int
+    head_crc: int
+
+    @property
+    def head_bytes(self) -> int:
+        return HEADER_BYTES + self.meta_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        length = self.head_bytes + self.body_bytes
+        return length + -length % 8
+
+    def pack(self, head_crc: int) -> bytes:
+        lengths = (self.meta_bytes, self.owner, self.body_bytes)
+        return HEADER.pack(MAGIC, FORMAT, self.type, 0, *lengths, self.seq, self.body_crc, head_crc)
+
+
+def checksum(data: bytes) -> int:
+    """CRC-32C (Castagnoli, RFC 3720)."""
+    return int(google_crc32c.value(data))
+
+
+def frame(type_: RecordType, seq: int, owner: int, meta: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """One record."""
+    packed: bytes = msgpack.packb(meta)
+    assert len(packed) <= MAX_META and len(body) <= MAX_BODY, (len(packed), len(body))
+    header = Header(
+        type=type_,
+        meta_bytes=len(packed),
+        owner=owner,
+        body_bytes=len(body),
+        seq=seq,
+        body_crc=checksum(body),
+        head_crc=0,
+    )
+    head = header.pack(checksum(header.pack(0) + packed))
+    return b"".join((head, packed, body, bytes(-(len(head) + len(packed) + len(body)) % 8)))
+
+
+def parse_header(data: bytes, owner: int) -> Header | None:
+    """The header at the start of ``data``, or None where there is none: zeros, a torn write, somebody else's bytes."""
+    if len(data) < HEADER_BYTES:
+        return None
+    magic, version, type_, zero, meta_bytes, whose, body_bytes, seq, body_crc, head_crc = HEADER.unpack_from(data)
+    known = (magic, version, zero, whose) == (MAGIC, FORMAT, 0, owner) and type_ in RecordType._value2member_map_
+    if not known or meta_bytes > MAX_META or body_bytes > MAX_BODY:
+        return None
+    return Header(
+        type=RecordType(type_),
+        meta_bytes=meta_bytes,
+        owner=whose,
+        body_bytes=body_bytes,
+        seq=seq,
+        body_crc=body_crc,
+        head_crc=head_crc,
+    )
+
+
+def parse_meta(header: Header, head: bytes) -> dict[str, Any] | None:
+    """The metadata in ``head`` (header and meta, as stored), or None where the checksum says that they are damaged."""
+    if len(head) != header.head_bytes:
+        return None
+    packed = head[HEADER_BYTES:]
+    if checksum(header.pack(0) + packed) != header.head_crc:
+        return None
+    meta: dict[str, Any] = msgpack.unpackb(packed)
+    return meta
+
+
+def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
+    """Metadata and body of a DATA record: what a plan needs to know in the first, the tokens in the second.
+
+    Raises:
+        DataError: the group is larger than a record may be.
+    """
+    trajectories = group.trajectories
+    num_bytes = group.num_tokens * sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+    if num_bytes > MAX_BODY:
+        raise DataError(
+            f"the group of prompt {group.prompt_id} has {num_bytes} bytes, more than the {MAX_BODY} that one record "
+            "holds; lower rollout.group_size or model.max_tokens"
+        )
+    arrays = [np.concatenate([getattr(t, name) for t in trajectories] or [[]]) for name in COLUMNS]
+    columns = [array.astype(dtype) for array, dtype in zip(arrays, COLUMNS.values(), strict=True)]
+    meta = {
+        "position": group.position,
+        "prompt": group.prompt_id,
+        "rewards": [float(t.reward) for t in trajectories],
+        "lengths": [int(t.token_ids.size) for t in trajectories],
+        "generated": [t.num_generated for t in trajectories],
+        "stops": [t.stop.value for t in trajectories],
+        "episodes": [t.episode for t in trajectories],
+        "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
+        "columns": [[name, dtype, int(c.size)] for (name, dtype), c in zip(COLUMNS.items(), columns, strict=True)],
+    }
+    return meta, b"".join(column.tobytes() for column in columns)
+
+
+def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int, seq: int) -> GroupRef:
+    """The reference to a DATA record, from its metadata (``encode_group``'s, with ``ticket`` and ``version``)."""
+    return GroupRef(
+        chain=chain,
+        segment=segment,
+        offset=offset,
+        seq=seq,
+        ticket=meta["ticket"],
+        position=meta["position"],
+        version=WeightVersion(*meta["version"]),
+        rewards=tuple(meta["rewards"]),
+        lengths=tuple(meta["lengths"]),
+        generated=tuple(meta["generated"]),
+        truncated=tuple(StopReason(stop) is StopReason.LENGTH for stop in meta["stops"]),
+        episodes=tuple(meta["episodes"]),
+    )
+
+
+def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
+    """The newest weights behind a DATA record of an attempt: engines may have loaded newer ones than its ticket's."""
+    return WeightVersion(epoch, max(meta["newest"], WeightVersion(*meta["version"]).step))
+
+
+def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
+    """The group that ``encode_group`` was given, with arrays of its own.
+
+    Raises:
+        CorruptRecord: the metadata does not describe this body (written by something else; the checksums were right).
+    """
+    columns = _columns(meta["columns"], body)
+    ends = np.cumsum([0, *meta["lengths"]])
+    if any(columns[name].size != ends[-1] for name in COLUMNS):
+        raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
+    trajectories = tuple(
+        Trajectory(
+            **{name: columns[name][start:end].copy() for name in COLUMNS},
+            reward=reward,
+            stop=StopReason(stop),
+            episode=episode,
+        )
+        for (start, end), reward, stop, episode in zip(
+            pairwise(ends), meta["rewards"], meta["stops"], meta["episodes"], strict=True
+        )
+    )
+    return TrajectoryGroup(position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories)
+
+
+def _columns(table: list[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
+    columns, offset = {}, 0
+    for name, dtype, count in table:
+        size = np.dtype(dtype).itemsize * count
+        if offset + size > len(body) or dtype != COLUMNS.get(name, dtype):
+            raise CorruptRecord(f"column {name} ({dtype} x {count}) does not fit a body of {len(body)} bytes")
+        columns[name] = np.frombuffer(body, dtype, count, offset)
+        offset += size
+    return columns

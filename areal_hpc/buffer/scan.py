@@ -1,0 +1,210 @@
+"""Reading chains: what a tail follows, and how one group is fetched.
+
+Made for close-to-open consistency: a file is opened on every poll, since that is what revalidates cached attributes
+and pages; between polls only the offset behind the last COMMIT is remembered. Bytes that are not a valid record with
+the expected sequence number mean "not yet": a hole of zeros, a torn write, a tail that is not visible here so far.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_hpc.buffer.chain import ChainName, segment_name
+from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
+from areal_hpc.errors import CorruptRecord
+from areal_hpc.fs import RunDir
+from areal_hpc.types import GroupRef, TrajectoryGroup
+
+T = TypeVar("T")
+WINDOW_BYTES = 1 << 16
+TRIES = 4
+FIRST_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One committed record and where it lies."""
+
+    segment: int
+    offset: int
+    seq: int
+    type: RecordType
+    meta: dict[str, Any]
+
+
+def reading(path: Path, read: Callable[[int], T]) -> T | None:
+    """What ``read`` makes of a fresh descriptor, or None where the file is not there (yet, or any more).
+
+    A stale handle or an I/O error is tried again a few times, since a new lookup mends it; ``read`` may run again.
+    """
+    for attempt in range(TRIES):
+        try:
+            return _read(path, read)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ESTALE, errno.EIO) or attempt == TRIES - 1:
+                raise
+        time.sleep(FIRST_PAUSE_S * 4**attempt)
+    raise AssertionError("unreachable")
+
+
+def _read(path: Path, read: Callable[[int], T]) -> T:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return read(fd)
+    finally:
+        os.close(fd)
+
+
+class _Window:
+    """``take(offset, size)`` of a file by reads of at least WINDOW_BYTES."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._base, self._data = fd, 0, b""
+
+    def take(self, offset: int, size: int) -> bytes:
+        start = offset - self._base
+        if start < 0 or start + size > len(self._data):
+            self._base, self._data, start = offset, os.pread(self._fd, max(size, WINDOW_BYTES), offset), 0
+        return self._data[start : start + size]
+
+
+class ChainReader:
+    """Follows one chain. ``poll`` gives the records committed since the last one, each exactly once."""
+
+    def __init__(self, chains: Path, name: ChainName) -> None:
+        self.name = name
+        self.directory = chains / str(name)
+        self.ended = False  # the writer has said that nothing follows
+        self.committed_bytes = 0
+        self.newest_tickets: dict[int, int] = {}  # segment -> the highest ticket that any record in it speaks of
+        self._segment: int | None = None
+        self._offset = 0
+        self._seq: int | None = 0
+
+    def poll(self, *, last: bool = False) -> list[Found]:
+        """New committed records. ``last``: the writer is gone, so a missing segment is jumped over.
+
+        Nothing is lost by the jump: positions that lay in the gap are in no consumed set, so they are issued again.
+        """
+        found: list[Found] = []
+        if self._segment is None and not self._begin(self._listed(-1)):
+            return found
+        while not self.ended:
+            following = self._poll_segment(found)
+            if following is None and not (last and self._begin(self._listed(self._segment))):
+                return found
+            if following is not None:
+                self._segment, self._offset = following, 0
+        return found
+
+    def _listed(self, after: int | None) -> int | None:
+        """The lowest segment above ``after`` that the directory lists."""
+        assert after is not None
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return None
+        numbers = (int(name[:8]) for name in names if re.fullmatch(r"\d{8}\.seg", name))
+        return min((number for number in numbers if number > after), default=None)
+
+    def _begin(self, segment: int | None) -> bool:
+        """Go on at the start of ``segment``, whatever its first sequence number is."""
+        if segment is None:
+            return False
+        self._segment, self._offset, self._seq = segment, 0, None
+        return True
+
+    def _poll_segment(self, found: list[Found]) -> int | None:
+        """Read on in the current segment; the number of the next one once this one is sealed."""
+        assert self._segment is not None
+        return reading(self.directory / segment_name(self._segment), lambda fd: self._scan(fd, found))
+
+    def _scan(self, fd: int, found: list[Found]) -> int | None:
+        assert self._segment is not None
+        window, size = _Window(fd), os.fstat(fd).st_size
+        self.newest_tickets.setdefault(self._segment, -1)
+        offset, seq, batch = self._offset, self._seq, list[Found]()
+        while True:
+            header = parse_header(window.take(offset, HEADER_BYTES), self.name.owner)
+            if (
+                header is None
+                or offset + header.record_bytes > size
+                or header.seq != (header.seq if seq is None else seq)
+            ):
+                return None
+            meta = parse_meta(header, window.take(offset, header.head_bytes))
+            if meta is None:
+                return None
+            record = Found(self._segment, offset, header.seq, header.type, meta)
+            offset, seq = offset + header.record_bytes, header.seq + 1
+            if record.type is RecordType.SEAL and not batch:
+                self._seq = seq
+                return self._sealed(meta["next"])
+            if record.type is RecordType.COMMIT:
+                self._accept(batch, found, offset, seq)
+                batch = []
+            else:
+                batch.append(record)
+
+    def _accept(self, batch: list[Found], found: list[Found], offset: int, seq: int) -> None:
+        assert self._segment is not None
+        newest = max((record.meta["ticket"] for record in batch), default=-1)
+        self.newest_tickets[self._segment] = max(self.newest_tickets[self._segment], newest)
+        self.committed_bytes += offset - self._offset
+        self._offset, self._seq = offset, seq
+        found.extend(batch)
+
+    def _sealed(self, following: str | None) -> int | None:
+        self.ended = following is None
+        return None if following is None else int(following[:8])
+
+
+class GroupFetcher:
+    """Reads the groups that a plan names; any rank of the trainer may have one."""
+
+    def __init__(self, run: RunDir, *, sleep: Callable[[float], object] = time.sleep) -> None:
+        self._chains = run.ring / "chains"
+        self._sleep = sleep
+
+    def read(self, ref: GroupRef) -> TrajectoryGroup:
+        """The group at ``ref``. Bytes that fail their checksum are read again through a fresh open: a network file
+        system may have shown old pages.
+
+        Raises:
+            CorruptRecord: they fail every time; names chain, segment and sequence number.
+        """
+        for attempt in range(TRIES):
+            group = self._read_once(ref)
+            if group is not None:
+                return group
+            if attempt < TRIES - 1:
+                self._sleep(FIRST_PAUSE_S * 4**attempt)
+        where = f"chain {ref.chain}, segment {ref.segment}, record {ref.seq} (offset {ref.offset})"
+        raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
+
+    def _read_once(self, ref: GroupRef) -> TrajectoryGroup | None:
+        name = ChainName.parse(ref.chain)
+        assert name is not None, ref.chain
+        owner = name.owner
+        path = self._chains / ref.chain / segment_name(ref.segment)
+        return reading(path, lambda fd: _group_at(fd, owner, ref))
+
+
+def _group_at(fd: int, owner: int, ref: GroupRef) -> TrajectoryGroup | None:
+    header = parse_header(os.pread(fd, HEADER_BYTES, ref.offset), owner)
+    if header is None or header.seq != ref.seq or header.type is not RecordType.DATA:
+        return None
+    stored = os.pread(fd, header.head_bytes + header.body_bytes, ref.offset)
+    meta, body = parse_meta(header, stored[: header.head_bytes]), stored[header.head_bytes :]
+    if meta is None or len(body) != header.body_bytes or checksum(body) != header.body_crc:
+        return None
+    return decode_group(meta, body)

@@ -1,0 +1,122 @@
+"""The model directory, this replica's engine, and clients of all engines."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_hpc.config.schema import Config, EngineName
+from areal_hpc.errors import ConfigError, DataError
+from areal_hpc.generation.client import EngineClient, Limits
+from areal_hpc.roles.process import RoleProcess
+
+if TYPE_CHECKING:
+    from areal_hpc.generation.embedded.engine import EmbeddedEngine
+
+log = logging.getLogger(__name__)
+
+
+def dotted(path: str, key: str) -> Any:
+    """The object that ``module:name`` names.
+
+    Raises:
+        ConfigError: there is no such module or name; says which key asked for it.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path"
+        ) from error
+
+
+def make_model(config: Config) -> None:
+    """Write the model directory if it is not there and the configuration says how.
+
+    Raises:
+        DataError: it is not there, and nothing says how to make it.
+    """
+    path = Path(config.model.path)
+    if path.is_dir():
+        return
+    if not config.model.maker:
+        raise DataError(f"model.path: there is no directory {path}; give the path of a Hugging Face checkpoint")
+    log.info("making the model %s (this happens once)", path)
+    dotted(config.model.maker, "model.maker")(path, config.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """One engine replica as its role process sees it."""
+
+    url: str
+    alive: Callable[[], bool]
+    load: Callable[[], Mapping[str, Any]]
+    """Sequences running and queued, tokens sampled so far."""
+
+
+@asynccontextmanager
+async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
+    """This replica's engine, answering HTTP on loopback.
+
+    Raises:
+        ConfigError: the engine is not one that this version starts.
+    """
+    config = process.config
+    if config.generation.backend is not EngineName.EMBEDDED:
+        raise ConfigError(f"generation.backend: {config.generation.backend} cannot be started yet; use embedded")
+    from areal_hpc.generation.embedded.engine import EmbeddedEngine
+    from areal_hpc.generation.embedded.server import start_server
+
+    engine = EmbeddedEngine(
+        config.model.path,
+        dtype=config.model.dtype,
+        max_running=config.generation.max_running,
+        max_tokens=config.model.max_tokens,
+        threads=config.generation.threads,
+        seed=config.seed * 1009 + process.index,
+        version="0",
+        update_timeout_s=config.limits.weight_update_s,
+    )
+    engine.start()
+    url, server = await start_server(engine, token=process.token)
+    try:
+        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
+    finally:
+        await server.cleanup()
+        engine.close()
+
+
+def _load(engine: EmbeddedEngine) -> dict[str, Any]:
+    stats = engine.scheduler.stats()
+    return {
+        "version": int(engine.scheduler.version),
+        "running": stats["num_running"],
+        "queued": stats["num_waiting"],
+        "tokens": stats["num_generated_tokens"],
+    }
+
+
+def make_clients(process: RoleProcess) -> list[EngineClient]:
+    """A client for every engine of the attempt, once they are up."""
+    config = process.config
+    limits = Limits(
+        generate_s=config.rollout.timeout_s, admin_s=config.limits.weight_update_s, load_s=config.limits.weight_update_s
+    )
+    names = [("generator", index) for index in range(config.generation.replicas)]
+    return [
+        EngineClient(
+            f"{role}-{index}",
+            process.endpoint_of(role, index)["url"],
+            num_ranks=config.generation.tensor_parallel * config.generation.pipeline_parallel,
+            token=process.token,
+            limits=limits,
+        )
+        for role, index in names
+    ]

@@ -1,0 +1,165 @@
+"""What runs episodes: the rollout worker's runner, and the parts of an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from areal_hpc.buffer.control import read_control
+from areal_hpc.buffer.epochs import read_start
+from areal_hpc.buffer.writer import RingWriter
+from areal_hpc.config.checks import ring_capacity
+from areal_hpc.config.schema import SamplingConfig
+from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.errors import WaitTimeout
+from areal_hpc.fs import read_json
+from areal_hpc.generation.router import Router
+from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
+from areal_hpc.protocols import Generator, Renderer, Workflow
+from areal_hpc.roles.process import RoleProcess, StopRequested
+from areal_hpc.roles.wiring.engines import dotted, make_clients
+from areal_hpc.rollout.reward_pool import RewardPool
+from areal_hpc.rollout.runner import Runner
+from areal_hpc.types import Prompt, Sampling
+from areal_hpc.watermark import Watermark
+
+POLL_S = 0.05
+
+
+def sampling_of(config: SamplingConfig, temperature: float | None = None) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature if temperature is None else temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+    )
+
+
+@asynccontextmanager
+async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
+    """This worker's runner, once the trainer has said where its prompts begin."""
+    config = process.config
+    dataset = open_dataset(config.prompts, "train", config.seed)
+    renderer = ChatRenderer(config.model.path)
+    workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
+    pool = RewardPool(
+        config.rollout.reward, workers=config.rollout.reward_workers, timeout_s=config.rollout.reward_timeout_s
+    )
+    router = Router(await asyncio.to_thread(make_clients, process))
+    writer = RingWriter(
+        process.run,
+        process.epoch,
+        slot=process.index,
+        num_slots=config.rollout.workers,
+        config=config.buffer,
+        capacity=ring_capacity(config),
+    )
+    try:
+        await pool.start()
+        stream = PromptStream(
+            dataset,
+            config.prompts,
+            seed=config.seed,
+            shard=process.index,
+            num_shards=config.rollout.workers,
+            consumed=await _issued(process, writer),
+        )
+        yield Runner(
+            stream=stream,
+            writer=writer,
+            workflow=workflow,
+            generator=router,
+            renderer=renderer,
+            score=pool.score,
+            config=config.rollout,
+            max_tokens=config.model.max_tokens,
+            record=process.recorder.record,
+            seed=config.seed,
+        )
+    finally:
+        writer.close()
+        await pool.close()
+        await router.close()
+
+
+async def _issued(process: RoleProcess, writer: RingWriter) -> Watermark:
+    """The positions this worker need not come to, as soon as the trainer knows of the worker.
+
+    Raises:
+        WaitTimeout: the trainer did not open the ring; it may start, and then evaluate, before it does.
+    """
+    limit_s = 2 * process.config.limits.start_s
+    deadline = asyncio.get_running_loop().time() + limit_s
+    while (issued := writer.issued()) is None:
+        if process.stopping():
+            raise StopRequested
+        if asyncio.get_running_loop().time() > deadline:
+            log_path = process.attempt.log("trainer", 0)
+            raise WaitTimeout(
+                f"{process.name} waited {limit_s:g} s for trainer-0 to open the ring; look into {log_path}"
+            )
+        await asyncio.sleep(POLL_S)
+    return issued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationParts:
+    """What an evaluation works with."""
+
+    prompts: list[Prompt]
+    generator: Generator
+    renderer: Renderer
+    score: Callable[[str, Prompt], Awaitable[float]]
+    workflow: Workflow
+    sampling: Sampling
+    max_tokens: int
+    prefix: str
+    newest_version: Callable[[], int | None]
+    """Optimizer steps behind the weights that this attempt's engines serve; None before the first."""
+    evaluated: Callable[[], set[int]]
+    """Steps that need no evaluation any more; asked once there is a version."""
+
+
+@asynccontextmanager
+async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts]:
+    config = process.config
+    dataset = open_dataset(config.prompts, "eval", config.seed)
+    pool = RewardPool(
+        config.rollout.reward, workers=config.rollout.reward_workers, timeout_s=config.rollout.reward_timeout_s
+    )
+    router = Router(await asyncio.to_thread(make_clients, process))
+    try:
+        await pool.start()
+        yield EvaluationParts(
+            prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
+            generator=router,
+            renderer=ChatRenderer(config.model.path),
+            score=pool.score,
+            workflow=dotted(config.rollout.workflow, "rollout.workflow")(),
+            sampling=sampling_of(config.rollout.sampling, config.evaluation.temperature),
+            max_tokens=config.model.max_tokens,
+            prefix=f"a{process.epoch}",
+            newest_version=lambda: _newest_version(process),
+            evaluated=lambda: _evaluated(process),
+        )
+    finally:
+        await pool.close()
+        await router.close()
+
+
+def _newest_version(process: RoleProcess) -> int | None:
+    control = read_control(process.run, known=False)
+    return None if control is None or control.epoch != process.epoch else control.version.step
+
+
+def _evaluated(process: RoleProcess) -> set[int]:
+    """Steps with a result, but for those that the restart took back: their weights are no longer this run's."""
+    start = read_start(process.run, process.epoch)
+    assert start is not None, "engines serve before the trainer said how the attempt begins"
+    results = {step: read_json(process.run.evaluation(step)) for step in process.run.evaluated_steps()}
+    return {s for s, result in results.items() if s <= start.version.step or result["epoch"] == process.epoch}

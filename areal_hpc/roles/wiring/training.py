@@ -1,0 +1,141 @@
+"""What a trainer rank works with: the other ranks, the backend; on rank 0 also the ring and the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.buffer.epochs import read_start
+from areal_hpc.buffer.reader import RingReader
+from areal_hpc.buffer.scan import GroupFetcher
+from areal_hpc.checkpoint import Checkpoint
+from areal_hpc.config.checks import ring_capacity
+from areal_hpc.config.schema import TrainerBackendName, TransportName
+from areal_hpc.errors import ConfigError
+from areal_hpc.fs import RunDir
+from areal_hpc.generation.client import EngineClient
+from areal_hpc.prompts import check_identity, open_dataset, stream_identity
+from areal_hpc.protocols import RolloutReader, TrainerBackend, WeightTarget, WeightTransport
+from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.engines import make_clients
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
+from areal_hpc.weights.broadcast import BroadcastTransport
+from areal_hpc.weights.disk import DiskTransport
+
+LOOPBACK = "127.0.0.1"
+RANKS_GROUP = "trainer"
+MIB = 1 << 20
+
+
+def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
+    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
+    started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
+    lineage: dict[int, int | None] = {}
+    attempt, last = (started[-1], None) if started else (0, None)
+    while attempt:
+        lineage[attempt] = last
+        start = read_start(run, attempt)
+        assert start is not None, attempt
+        attempt, last = start.parent or (0, None)
+    return lineage
+
+
+def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
+    """How a trainer rank reads the groups of its share."""
+    return GroupFetcher(process.run).read
+
+
+def join_ranks(process: RoleProcess) -> Ranks:
+    """The trainer's ranks as one, found by the address that rank 0 publishes."""
+    config = process.config
+    if config.trainer.ranks == 1:
+        return Ranks()
+    from areal_hpc import accelerator
+    from areal_hpc.collective import host_store, join_group
+
+    device = accelerator.detect()
+    timeout_s = config.limits.start_s + config.limits.starve_s
+    store = None
+    if process.index == 0:
+        store = host_store(LOOPBACK, timeout_s=timeout_s)
+        process.publish_endpoint({"host": LOOPBACK, "port": store.port})
+    endpoint = process.endpoint_of("trainer", 0)
+    address = GroupAddress(
+        host=endpoint["host"],
+        port=endpoint["port"],
+        name=f"{RANKS_GROUP}-{process.epoch}",
+        world_size=config.trainer.ranks,
+        backend=device.collective,
+    )
+    return Ranks(join_group(address, process.index, timeout_s, store), device.device)
+
+
+def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
+    """
+    Raises:
+        ConfigError: the backend is not one that this version has.
+    """
+    config = process.config
+    if config.trainer.backend is not TrainerBackendName.REFERENCE:
+        raise ConfigError(f"trainer.backend: {config.trainer.backend} is not there yet; use reference")
+    from areal_hpc.training.reference import ReferenceBackend
+
+    return ReferenceBackend(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        temperature=config.rollout.sampling.temperature,
+        seed=config.seed,
+        group=ranks.group,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSide:
+    """What only rank 0 has."""
+
+    reader: RolloutReader
+    transport: WeightTransport
+    clients: Sequence[EngineClient]
+    """Of the engines that the transport serves; whoever closes the transport closes them after it."""
+    identity: Mapping[str, Any]
+    """What decides which prompt a position means; a checkpoint carries it."""
+
+
+def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> TrainerSide:
+    """Rank 0's ring and transport; the ring has read what earlier attempts left."""
+    config = process.config
+    identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
+    if parent is not None:
+        check_identity(parent.state["prompts"], identity)
+    reader = RingReader(
+        process.run,
+        process.epoch,
+        num_slots=config.rollout.workers,
+        config=config.buffer,
+        capacity=ring_capacity(config),
+        state=None if parent is None else parent.state["ring"],
+        parent=None if parent is None else parent.version,
+    )
+    start = WeightVersion(process.epoch, 0 if parent is None else parent.version.step)
+    reader.write_start(start, identity["fingerprint"])
+    clients = make_clients(process)
+    return TrainerSide(reader=reader, transport=make_transport(process, clients), clients=clients, identity=identity)
+
+
+def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> WeightTransport:
+    config = process.config
+    if config.weights.transport is TransportName.DISK:
+        return DiskTransport(process.run.weights, targets, epoch=process.epoch, timeout_s=config.limits.weight_update_s)
+    from areal_hpc import accelerator
+
+    return BroadcastTransport(
+        targets,
+        epoch=process.epoch,
+        backend=accelerator.detect().collective,
+        bucket_bytes=int(config.weights.bucket_mb * MIB),
+        timeout_s=config.limits.weight_update_s,
+    )

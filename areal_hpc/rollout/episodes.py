@@ -1,0 +1,144 @@
+"""The episodes of one prompt: run together, each behind a time limit, the failed ones again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from areal_hpc.config.schema import RolloutConfig, SamplingConfig
+from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardError
+from areal_hpc.protocols import Episode, Generator, Renderer, Workflow
+from areal_hpc.types import Prompt, Sampling, Ticket, Trajectory
+
+RETRY_PAUSE_S = 1.0
+"""Pause before the second attempt; doubled before each further one, so that an engine can come back."""
+SAMPLE_FAILURES = (GenerationError, RewardError, TimeoutError, ValueError)
+"""What fails a sample and not the run; ValueError is what the carriers raise for a broken engine's answer."""
+
+Record = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(slots=True)
+class Running:
+    """A group in flight: since when, and what each open episode is doing."""
+
+    prompt: Prompt
+    ticket: Ticket
+    began: float = field(default_factory=time.monotonic)
+    attempt: int = 0
+    stages: dict[int, str] = field(default_factory=dict)
+
+
+class EpisodeRunner:
+    """``trajectories, failure = await episodes.run(running)``
+
+    Each failed sample is recorded as a "failure". Whatever is not in SAMPLE_FAILURES is raised, the others cancelled.
+    """
+
+    def __init__(
+        self,
+        *,
+        workflow: Workflow,
+        generator: Generator,
+        renderer: Renderer,
+        score: Callable[[str, Prompt], Awaitable[float]],
+        config: RolloutConfig,
+        max_tokens: int,
+        record: Record,
+        seed: int,
+        retry_pause_s: float = RETRY_PAUSE_S,
+    ) -> None:
+        self._workflow, self._generator, self._renderer, self._score = workflow, generator, renderer, score
+        self._config, self._max_tokens, self._record, self._seed = config, max_tokens, record, seed
+        self._retry_pause_s = retry_pause_s
+
+    async def run(self, running: Running) -> tuple[list[Trajectory], Exception | None]:
+        """The trajectories of the episodes that succeeded, and a failure where some did not in the last attempt."""
+        finished: dict[int, Sequence[Trajectory]] = {}
+        failures: list[Exception] = []
+        for attempt in range(self._config.attempts):
+            if attempt:
+                await asyncio.sleep(self._retry_pause_s * 2 ** (attempt - 1))
+            running.attempt = attempt
+            missing = [number for number in range(self._config.group_size) if number not in finished]
+            async with asyncio.TaskGroup() as tasks:
+                episodes = [tasks.create_task(self._episode(running, number)) for number in missing]
+            outcomes = {number: episode.result() for number, episode in zip(missing, episodes, strict=True)}
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+            finished |= {n: outcome for n, outcome in outcomes.items() if not isinstance(outcome, Exception)}
+            if not failures or isinstance(failures[0], DataError):  # a prompt that cannot be used stays so
+                break
+        trajectories = [trajectory for number in sorted(finished) for trajectory in finished[number]]
+        return trajectories, failures[0] if failures else None
+
+    async def _episode(self, running: Running, number: int) -> Sequence[Trajectory] | Exception:
+        """One episode's trajectories, or what failed it."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                trajectories = await self._workflow.run(running.prompt, self._context(running, number))
+        except ConfigError:
+            raise
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            return self._failed(running, number, GenerationError("something that the episode awaited was cancelled"))
+        except SAMPLE_FAILURES as error:
+            return self._failed(running, number, error)
+        finally:
+            del running.stages[number]
+        return [replace(trajectory, episode=number) for trajectory in trajectories]
+
+    def _context(self, running: Running, number: int) -> Episode:
+        """What the workflow may use. Its id names ticket, sample and attempt, so none is used twice in a run."""
+        position, attempt, ticket = running.prompt.position, running.attempt, running.ticket
+        running.stages[number] = "generating"
+
+        async def score(text: str, prompt: Prompt) -> float:
+            running.stages[number] = "scoring"
+            reward = await self._score(text, prompt)
+            running.stages[number] = "generating"
+            return reward
+
+        return Episode(
+            id=f"{ticket.chain}.{ticket.number}.p{position}.s{number}.a{attempt}",
+            generator=self._generator,
+            renderer=self._renderer,
+            score=score,
+            sampling=sampling(self._config.sampling, derive_seed(self._seed, position, number, attempt)),
+            max_tokens=self._max_tokens,
+        )
+
+    def _failed(self, running: Running, number: int, error: Exception) -> Exception:
+        values = {
+            "position": running.prompt.position,
+            "prompt_id": running.prompt.id,
+            "sample": number,
+            "attempt": running.attempt,
+            "stage": running.stages[number],
+            "error": type(error).__name__,
+            "message": str(error) or f"not finished within {self._config.timeout_s:g} s",
+        }
+        self._record("failure", values)
+        return error
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancelled this very task, rather than something that it awaits."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() > 0
+
+
+def derive_seed(seed: int, position: int, number: int, attempt: int) -> int:
+    """The sampling seed of one episode: the same in every run with this seed, another for every sample; 31 bits."""
+    digest = hashlib.blake2b(f"{seed}/{position}/{number}/{attempt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def sampling(config: SamplingConfig, seed: int) -> Sampling:
+    """The knobs of the configuration as what an engine is asked for."""
+    return Sampling(**{knob.name: getattr(config, knob.name) for knob in fields(config)}, seed=seed)

@@ -1,0 +1,184 @@
+"""Report and status of a run directory: the text word for word, the files beside it, and a launcher that died."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.report import status_lines, write_report
+from areal_hpc.telemetry import Record
+from areal_hpc.telemetry.records import to_line
+
+START = 1_000_000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path / "gsm8k")
+    run.config.write_text("trainer: {total_steps: 8}\nbuffer: {max_staleness: 2}\nname: größe\n", encoding="utf-8")
+    return run
+
+
+def write(run: RunDir, epoch: int, role: str, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    lines = [
+        to_line(Record(time=START + second, role=role, index=0, epoch=epoch, kind=kind, values=values))
+        for second, (kind, values) in enumerate(records)
+    ]
+    run.attempt(epoch).create().records(role, 0).write_bytes(b"".join(lines))
+
+
+def step(number: int) -> tuple[str, dict[str, Any]]:
+    values = {
+        "step": number, "version": number, "reward_mean": number / 8, "staleness_mean": 0.5, "staleness_max": 1,
+        "logprob_gap": 0.01, "kept_fraction": 0.98, "clip_fraction": 0.02, "tokens_trained": 1500,
+        "tokens_generated": 1000, "train_tokens_per_s": 700.0, "ring_fill": 0.75, "seconds_step": 10.0,
+        "seconds_train": 6.0, "seconds_wait": 3.0, "seconds_publish": 1.0, "seconds_paused": 0.5,
+    }  # fmt: skip
+    return "step", values
+
+
+@pytest.fixture
+def two_attempts(run: RunDir) -> RunDir:
+    """Killed after step 6, resumed from a checkpoint of step 4, finished."""
+    write(run, 1, "trainer", [step(n) for n in range(1, 7)])
+    write(run, 1, "evaluator", [("evaluation", {"step": 0, "reward_mean": 0.125, "samples": 8})])
+    write(run, 2, "trainer", [step(n) for n in range(5, 9)])
+    write(run, 2, "evaluator", [("evaluation", {"step": 8, "reward_mean": 0.5, "samples": 8})])
+    write(run, 2, "rollout", [("group", {"outcome": "sealed"})] * 3 + [("group", {"outcome": "filtered"})])
+    write(run, 2, "launcher", [("run", {"event": "started"}), ("run", {"event": "finished"})])
+    return run
+
+
+def test_the_report_word_for_word(two_attempts: RunDir) -> None:
+    stream = io.StringIO()
+    write_report(two_attempts, stream)
+    assert stream.getvalue().splitlines() == [
+        "run gsm8k",
+        "  outcome       finished",
+        "  attempts      2, 2 steps taken back by restarts",
+        "  steps         8 of 8",
+        "  reward        0.5625 (first 10 steps) to 0.5625 (last 10)",
+        "  evaluation    first 0.125, last 0.5, best 0.5 at step 8",
+        "  staleness     mean 0.5, max 1, bound 2",
+        "  log-prob gap  mean 0.01 nats per token",
+        "  tokens kept   98%, clipped 2%",
+        "  tokens        12,000 trained, 8,000 of them generated",
+        "  speed         150 tokens trained per second",
+        "  time          0:01:20 in steps: 60% training, 30% waiting, 10% publishing weights; generation paused 5%",
+        "  groups        filtered 1, sealed 3",
+        f"  written       summary.json, curves.png, curves.svg in {two_attempts.root}",
+    ]
+
+
+def test_the_report_leaves_its_files_beside_the_run(two_attempts: RunDir) -> None:
+    write_report(two_attempts, io.StringIO())
+    summary = json.loads(two_attempts.summary.read_text(encoding="utf-8"))
+    assert summary["last_step"] == 8
+    assert summary["evaluations"][1] == {"step": 8, "reward_mean": 0.5, "samples": 8}
+    assert two_attempts.curves("png").read_bytes().startswith(b"\x89PNG")
+    assert b"bound (2)" in two_attempts.curves("svg").read_bytes()
+
+
+def test_on_a_terminal_the_report_is_a_table(two_attempts: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    write_report(two_attempts, stream)
+    assert "0:01:20 in steps: 60% training" in stream.getvalue()
+
+
+def test_E17_a_run_that_recorded_nothing_has_a_report_and_a_status(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "empty")
+    stream = io.StringIO()
+    write_report(run, stream)
+    assert "  steps         - of -" in stream.getvalue().splitlines()
+    assert status_lines(run) == ["run    empty", "state  not started"]
+
+
+def test_damaged_lines_are_said(two_attempts: RunDir) -> None:
+    with two_attempts.attempt(1).records("trainer", 0).open("ab") as file:
+        file.write(b"\x00\xff garbage\n{torn")
+    stream = io.StringIO()
+    write_report(two_attempts, stream)
+    assert "1 lines could not be read and are left out" in stream.getvalue()
+
+
+def test_J14_the_report_works_where_the_locale_knows_only_ascii(two_attempts: RunDir) -> None:
+    code = (
+        "import sys, pathlib; from areal_hpc.fs import RunDir\n"
+        "from areal_hpc.report import write_report, status_lines\n"
+        "run = RunDir.open(pathlib.Path(sys.argv[1])); write_report(run); print(status_lines(run))"
+    )
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": "/usr/bin:/bin"}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    subprocess.run([sys.executable, "-c", code, str(two_attempts.root)], env=environment, check=True, timeout=60)
+
+
+def state(run: RunDir, epoch: int, name: str, owner: Owner | None = None) -> None:
+    publish_json(run.attempt(epoch).state, {"state": name, **(owner or Owner.this_process()).record()})
+
+
+def test_the_status_word_for_word(two_attempts: RunDir) -> None:
+    state(two_attempts, 2, "finished")
+    for name in ("step-00000004.e00000001", "step-00000008.e00000002", ".step-00000008.e00000002.77.ab.tmp", "notes"):
+        (two_attempts.checkpoints / name).mkdir()
+    write(two_attempts, 2, "generator", [("generation", {"tokens_per_s": 900.0})])
+    assert status_lines(two_attempts, now=lambda: START + 65.0) == [
+        "run          gsm8k",
+        "state        finished (attempt 2)",
+        "step         8 of 8",
+        "reward       1 (mean of 10: 0.8125)",
+        "evaluation   0.5 at step 8",
+        "staleness    mean 0.5, max 1",
+        "generation   900 tokens/s",
+        "training     700 tokens/s",
+        "ring         75% full",
+        "weights      version 8",
+        "last record  0:01:02 ago, last step 0:01:02 ago",
+        "checkpoints  2, newest of step 8",
+    ]
+
+
+def test_a_fresh_attempt_shows_where_the_one_before_came_to(two_attempts: RunDir) -> None:
+    two_attempts.attempt(3).create()
+    shown = dict(line.split(maxsplit=1) for line in status_lines(two_attempts))
+    assert shown["state"] == "starting, no state file yet (attempt 3)"
+    assert shown["step"] == "8 of 8"
+    assert shown["evaluation"] == "0.5 at step 8"
+
+
+def state_line(run: RunDir) -> str:
+    return status_lines(run)[1]
+
+
+def test_a_running_launcher_is_believed_while_it_lives(two_attempts: RunDir) -> None:
+    owner = Owner.this_process()
+    state(two_attempts, 2, "running", owner)
+    assert state_line(two_attempts) == f"state        running, process {owner.pid} on {owner.host} (attempt 2)"
+
+
+@pytest.mark.parametrize("change", [{"start_ticks": 1}, {"boot": "another boot"}, {"pid": 2**22 + 1}])
+def test_a_running_launcher_that_is_gone_is_dead(two_attempts: RunDir, change: dict[str, Any]) -> None:
+    """A killed launcher, a host that was started anew, a pid that belongs to another process by now."""
+    state(two_attempts, 2, "running", dataclasses.replace(Owner.this_process(), **change))
+    assert state_line(two_attempts).startswith("state        dead: process ")
+    assert "start the run again" in state_line(two_attempts)
+
+
+def test_a_running_launcher_on_another_host_cannot_be_judged(two_attempts: RunDir) -> None:
+    state(two_attempts, 2, "running", dataclasses.replace(Owner.this_process(), host="node17", start_ticks=1))
+    assert "running, process" in state_line(two_attempts)
+    assert "on node17" in state_line(two_attempts)

@@ -1,0 +1,131 @@
+"""The summary: which steps count after a rollback, means against numpy, and runs of no or one step."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.report import summarise
+from areal_hpc.report.summary import COLUMNS, moving_mean
+from areal_hpc.telemetry import Record
+
+
+def record(kind: str, epoch: int = 1, **values: Any) -> Record:
+    return Record(time=1e9, role="trainer", index=0, epoch=epoch, kind=kind, values=values)
+
+
+def step(number: int, epoch: int = 1, **values: Any) -> Record:
+    return record("step", epoch, step=number, **values)
+
+
+def test_a_later_attempt_takes_back_what_came_after_its_checkpoint() -> None:
+    first = [step(n, 1, reward_mean=1.0) for n in range(1, 8)]  # checkpoint at 4, killed after 7
+    second = [step(n, 2, reward_mean=2.0) for n in (5, 6)]
+    summary = summarise([*second, *first])
+    assert summary.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert summary.columns["reward_mean"].tolist() == [1, 1, 1, 1, 2, 2]
+    assert (summary.num_attempts, summary.num_steps_taken_back, summary.attempt_starts) == (2, 3, (5,))
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=5))
+def test_every_history_of_rollbacks_leaves_the_last_lineage(attempts: list[tuple[int, int]]) -> None:
+    """Against a list that is cut back to the checkpoint at each start, as the trainer's own state is."""
+    lineage: list[tuple[int, int]] = []
+    records = []
+    for epoch, (back_to, num_steps) in enumerate(attempts, 1):
+        lineage = lineage[:back_to]
+        for number in range(len(lineage) + 1, len(lineage) + 1 + num_steps):
+            records.append(step(number, epoch, reward_mean=epoch))
+            lineage.append((number, epoch))
+    summary = summarise(records)
+    assert list(zip(summary.steps.tolist(), summary.columns["reward_mean"].tolist(), strict=True)) == lineage
+    assert summary.num_steps_taken_back == len(records) - len(lineage)
+
+
+def test_an_evaluation_counts_once_for_a_step_the_last_one() -> None:
+    summary = summarise(
+        [
+            record("evaluation", 2, step=10, reward_mean=0.7),
+            record("evaluation", 1, step=10, reward_mean=0.5, samples=8),
+            record("evaluation", 1, step=0, reward_mean=-2.0, samples=8),
+            record("evaluation", 1, step=5, reward_mean=None),
+        ]
+    )
+    assert [(e.step, e.reward_mean, e.samples) for e in summary.evaluations] == [(0, -2.0, 8), (10, 0.7, None)]
+
+
+def test_J12_rewards_may_have_any_scale_and_sign() -> None:
+    evaluations = [record("evaluation", step=s, reward_mean=r) for s, r in ((0, -40.0), (5, -7.5), (10, -9.0))]
+    facts = summarise([step(1, reward_mean=-300.0), *evaluations]).facts()
+    assert facts["reward_last"] == -300.0
+    assert (facts["evaluation_best"], facts["evaluation_best_step"]) == (-7.5, 5)
+
+
+def test_facts_are_those_of_numpy() -> None:
+    rng = np.random.default_rng(0)
+    rows = [{key: float(rng.uniform(1, 9)) for key in COLUMNS} for _ in range(25)]
+    facts = summarise([step(n, **row) for n, row in enumerate(rows, 1)]).facts()
+    column = {key: [row[key] for row in rows] for key in COLUMNS}
+    seconds = math.fsum(column["seconds_step"])
+    expected = {
+        "reward_first": statistics.fmean(column["reward_mean"][:10]),
+        "reward_last": statistics.fmean(column["reward_mean"][-10:]),
+        "staleness_mean": statistics.fmean(column["staleness_mean"]),
+        "staleness_max": max(column["staleness_max"]),
+        "logprob_gap_mean": statistics.fmean(column["logprob_gap"]),
+        "tokens_trained": math.fsum(column["tokens_trained"]),
+        "tokens_trained_per_s": math.fsum(column["tokens_trained"]) / seconds,
+        "wait_share": math.fsum(column["seconds_wait"]) / seconds,
+    }
+    assert {key: facts[key] for key in expected} == pytest.approx(expected)
+
+
+def test_E17_a_run_without_a_record_has_a_summary() -> None:
+    facts = summarise([]).facts()
+    assert (facts.pop("attempts"), facts.pop("steps_taken_back")) == (0, 0)
+    assert set(facts.values()) == {None}
+
+
+def test_E18_a_run_of_one_step_has_a_summary() -> None:
+    summary = summarise([step(1, reward_mean=0.5, seconds_step=0.0, tokens_trained=10)])
+    facts = summary.facts()
+    assert (facts["last_step"], facts["reward_first"], facts["reward_last"]) == (1, 0.5, 0.5)
+    assert facts["tokens_trained_per_s"] is None, "no time passed"
+    assert facts["staleness_mean"] is None, "not recorded"
+
+
+def test_E17_steps_without_a_value_are_left_out_of_means() -> None:
+    rewards = [0.5, None, {"accuracy": 1.0}, "nan", 1.5]
+    facts = summarise([step(n, reward_mean=reward) for n, reward in enumerate(rewards, 1)]).facts()
+    assert facts["reward_last"] == 1.0
+    json.dumps(facts, allow_nan=False)
+
+
+def test_what_is_not_known_is_ignored() -> None:
+    summary = summarise([record("novelty", x=1), record("step"), step(1, novelty=3.0), record("evaluation")])
+    assert summary.steps.tolist() == [1]
+
+
+def test_outcome_and_groups_come_from_launcher_and_workers() -> None:
+    groups = [record("group", outcome=outcome) for outcome in ("sealed", "filtered", "sealed")]
+    events = [record("run", 2, event="started"), record("run", 1, event="failed"), record("run", 2, event="finished")]
+    summary = summarise([*groups, *events])
+    assert summary.group_outcomes == {"sealed": 2, "filtered": 1}
+    assert summary.outcome == "finished"
+    assert summary.facts()["groups_sealed"] == 2
+
+
+@given(st.lists(st.none() | st.floats(-1e3, 1e3), max_size=40), st.integers(1, 12))
+def test_moving_mean_is_the_mean_of_the_last_known_values(values: list[float | None], window: int) -> None:
+    array = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    got = moving_mean(array, window)
+    for place in range(len(values)):
+        known = [value for value in values[max(0, place + 1 - window) : place + 1] if value is not None]
+        assert got[place] == pytest.approx(statistics.fmean(known) if known else math.nan, abs=1e-9, nan_ok=True)

@@ -1,0 +1,220 @@
+"""What follows from a configuration, and every combination of values that cannot be."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.config.checks import CHECKS
+from areal_hpc.config.keys import keys, type_name, value_of, with_value
+from areal_hpc.config.load import load, stated
+from areal_hpc.config.ranges import RANGES
+from areal_hpc.config.resolve import Resolved, resolve
+from areal_hpc.config.schema import (
+    Config,
+    EngineName,
+    Level,
+    ModelConfig,
+    PromptsConfig,
+    RolloutConfig,
+    TrainerBackendName,
+    TrainerConfig,
+)
+from areal_hpc.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = Config(
+    name="good",
+    model=ModelConfig(path="models/tiny"),
+    prompts=PromptsConfig(train="train.jsonl"),
+    rollout=RolloutConfig(reward="tasks:reward"),
+    trainer=TrainerConfig(total_steps=100),
+)
+
+
+def changed(**values: Any) -> Config:
+    """GOOD with other values; `trainer__ranks=2` stands for the key trainer.ranks."""
+    config = GOOD
+    for name, value in values.items():
+        config = with_value(config, name.replace("__", "."), value)
+    return config
+
+
+def refused(config: Config, written: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, written)
+    return str(caught.value)
+
+
+def test_values_that_follow() -> None:
+    resolved = resolve(
+        changed(
+            buffer__max_staleness=2,
+            algorithm__groups_per_step=5,
+            trainer__backend=TrainerBackendName.MEGATRON,
+            trainer__ranks=16,
+            trainer__parallel__tensor=2,
+            trainer__parallel__pipeline=2,
+            generation__backend=EngineName.SGLANG,
+            generation__replicas=3,
+            generation__tensor_parallel=2,
+            model__max_tokens=1000,
+            rollout__sampling__max_new_tokens=300,
+        )
+    )
+    assert resolved.ring_capacity == 15
+    assert resolved.data_parallel == 4
+    assert resolved.engine_ranks == 6
+    assert resolved.max_prompt_tokens == 700
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 8])
+def test_E27_synchronous_training_still_has_slots(staleness: int) -> None:
+    resolved = resolve(changed(buffer__max_staleness=staleness))
+    assert resolved.ring_capacity == (staleness + 1) * 16
+
+
+def numbers() -> Iterator[str]:
+    for name, key in keys().items():
+        choices = typing.get_args(key.type) or (key.type,)
+        if {int, float} & set(choices) and not type_name(key.type).startswith("list"):
+            yield name
+
+
+def test_every_number_has_a_range_and_every_default_is_in_it() -> None:
+    """A new knob is a decision; so is which values it may have."""
+    assert list(RANGES) == list(numbers())
+    assert isinstance(resolve(GOOD), Resolved)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_number_outside_of_its_range_is_named(name: str) -> None:
+    interval = RANGES[name]
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    outside = [float("nan"), float("inf"), float("-inf")]
+    outside += [low - 1] if interval[0] == "[" else [low]
+    outside += [high + 1] if interval[-1] == "]" else [high]
+    for value in outside:
+        assert f"{name}: {value} is not in {interval}" in refused(with_value(GOOD, name, value))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "check_name": ({"name": "my run"}, "name: 'my run' cannot be a directory's name"),
+    "check_not_empty": ({"model__path": ""}, "model.path: empty"),
+    "check_dotted_paths": ({"rollout__reward": "tasks.reward"}, "rollout.reward: 'tasks.reward' is no dotted path"),
+    "check_wandb_mode": ({"telemetry__wandb_mode": "on"}, "telemetry.wandb_mode: 'on' is no mode"),
+    "check_trainer_ranks": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__ranks": 6, "trainer__parallel__tensor": 4},
+        "trainer.ranks: 6 is no multiple of tensor * pipeline * context = 4",
+    ),
+    "check_trainer_ranks, experts": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__ranks": 4, "trainer__parallel__expert": 8},
+        "trainer.ranks: 4 is no multiple of expert * expert_tensor * pipeline = 8",
+    ),
+    "check_virtual_pipeline": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__parallel__virtual_pipeline": 2},
+        "trainer.parallel.virtual_pipeline: 2 chunks need more than one pipeline stage",
+    ),
+    "check_reference_backend": (
+        {"trainer__ranks": 2, "trainer__parallel__tensor": 2},
+        "trainer.backend: reference is data-parallel only",
+    ),
+    "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
+    "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),
+    "check_lengths, overlong": ({"algorithm__overlong__tokens": 513}, "algorithm.overlong.tokens: a penalty zone"),
+    "check_algorithm_settings, E14: a group of one": (
+        {"rollout__group_size": 1, "rollout__filter__min_group_size": 1, "rollout__filter__zero_variance": False},
+        "rollout.group_size",
+    ),
+    "check_groups": ({"rollout__filter__min_group_size": 1}, "rollout.filter.min_group_size: 1 lets groups of one"),
+    "check_groups, refuses all": (
+        {"rollout__filter__min_group_size": 9},
+        "rollout.filter.min_group_size: 9 refuses every group of rollout.group_size 8",
+    ),
+    "check_groups, no variance": (
+        {
+            "rollout__group_size": 1,
+            "rollout__filter__min_group_size": 1,
+            "algorithm__reward_norm__mean": Level.BATCH,
+            "algorithm__reward_norm__std": Level.BATCH,
+        },
+        "rollout.filter.zero_variance: true refuses every group of one episode",
+    ),
+    "check_minibatches": ({"algorithm__minibatches": 17}, "algorithm.minibatches: 17 exceeds the 16 groups of a step"),
+    "check_lengths": (
+        {"rollout__sampling__max_new_tokens": 4096},
+        "rollout.sampling.max_new_tokens: 4096 leaves no room for a prompt in model.max_tokens 4096",
+    ),
+    "check_lengths, micro-batch": (
+        {"trainer__tokens_per_microbatch": 4095},
+        "trainer.tokens_per_microbatch: a sequence of model.max_tokens 4096 exceeds a micro-batch of 4095 tokens",
+    ),
+    "check_top_k": ({"rollout__sampling__top_k": 0}, "rollout.sampling.top_k: 0 keeps no token; write -1 for off"),
+    "check_schedule": ({"trainer__optimizer__warmup_steps": 100}, "trainer.optimizer.warmup_steps: 100 is the"),
+    "check_schedule, min_lr": ({"trainer__optimizer__min_lr": 1.0}, "trainer.optimizer.min_lr: 1.0 is above"),
+    "check_ring": ({"rollout__workers": 49}, "rollout.workers: 49 workers share"),
+    "check_time_limits": ({"rollout__reward_timeout_s": 601.0}, "rollout.reward_timeout_s: 601 s is longer"),
+    "check_time_limits, starve": ({"limits__starve_s": 599.0}, "limits.starve_s: 599 s ends the run while an episode"),
+    "check_evaluation": ({"evaluation__every_steps": 5}, "evaluation.every_steps: there is nothing to evaluate on"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_J3_values_that_do_not_fit_each_other_are_one_named_problem(case: str) -> None:
+    values, message = BAD[case]
+    assert message in refused(changed(**values))
+    assert "problems" not in refused(changed(**values))
+
+
+def test_every_check_has_a_case() -> None:
+    assert {check.__name__ for check in CHECKS} == {case.partition(",")[0] for case in BAD}
+
+
+def test_all_disagreements_come_in_one_error() -> None:
+    message = refused(changed(name="a/b", algorithm__minibatches=17, algorithm__name="grop", rollout__workers=49))
+    assert message.startswith("the configuration has 4 problems:")
+
+
+def test_long_sequences_fit_where_context_ranks_share_them() -> None:
+    config = changed(
+        trainer__backend=TrainerBackendName.MEGATRON,
+        trainer__ranks=2,
+        trainer__parallel__context=2,
+        trainer__tokens_per_microbatch=2048,
+    )
+    assert resolve(config).data_parallel == 1
+
+
+def test_a_layout_fills_what_nobody_said() -> None:
+    config = resolve(changed(layout="sglang:d4t2+megatron:d2p2t2")).config
+    assert config.generation.replicas == 4
+    assert config.generation.backend is EngineName.SGLANG
+    assert config.trainer.ranks == 8
+    assert resolve(config).config == config
+
+
+def test_a_layout_must_agree_with_what_somebody_said() -> None:
+    layout = "sglang:d4t2+megatron:d2p2t2"
+    message = refused(changed(layout=layout, generation__replicas=3, trainer__parallel__tensor=4))
+    assert f"generation.replicas: 3 disagrees with layout {layout}, which says 4; change either" in message
+    assert "trainer.parallel.tensor: 4 disagrees" in message
+    agreeing = changed(layout=layout, generation__replicas=4)
+    assert resolve(agreeing, ("generation.replicas",)).config.generation.replicas == 4
+
+
+def test_a_default_that_somebody_wrote_is_no_default_for_the_layout() -> None:
+    config = changed(layout="sglang:d4t2+megatron:d2p2t2")
+    assert "generation.replicas: 1 disagrees with layout" in refused(config, ("generation.replicas",))
+
+
+def test_a_layout_is_checked_like_what_it_stands_for() -> None:
+    assert "data-parallel only; write fsdp:d8" in refused(changed(layout="sglang:d1+fsdp:d4t2"))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: path.name)
+def test_every_configuration_in_the_repository_fits(path: Path) -> None:
+    assert value_of(resolve(load([path]), stated([path])).config, "name")
