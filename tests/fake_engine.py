@@ -216,6 +216,10 @@ class FakeEngine:
         specs = [TensorSpec(name=n, dtype=d, shape=tuple(s), checksum=c) for n, d, s, c in rows]
         buffer = torch.empty(sum(num_bytes(spec) for spec in specs), dtype=torch.uint8)
         try:
+            if self.faults.get("receiving"):
+                asyncio.get_running_loop().call_later(self.faults["receiving"].pop(), os._exit, 1)
+                await asyncio.to_thread(dist.broadcast, buffer, group=self.groups[body["group_name"]], group_src=0)
+                await asyncio.sleep(3600)
             await asyncio.to_thread(dist.broadcast, buffer, group=self.groups[body["group_name"]], group_src=0)
             if self.faults.get("received"):
                 buffer[self.faults["received"].pop()] ^= 1
@@ -247,7 +251,9 @@ class FakeEngine:
         return web.json_response({"weight_version": self.version})
 
     async def show_loaded(self, _: web.Request) -> web.Response:
-        return web.json_response({"loaded": self.loaded, "frozen": self.frozen, "version": self.version})
+        joined = [body["group_name"] for body in self.bodies("/init_weights_update_group")]
+        told = {"loaded": self.loaded, "frozen": self.frozen, "version": self.version, "joined": joined}
+        return web.json_response(told)
 
     async def take_faults(self, request: web.Request) -> web.Response:
         self.faults.update(await request.json())

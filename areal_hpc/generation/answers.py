@@ -15,7 +15,6 @@ import numpy as np
 
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 
-
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 

@@ -146,9 +146,11 @@ class BroadcastTransport:
         await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
         if any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
+            own_error = mine.exception()
             if guilty:
                 self.membership.lose(guilty)
-            await mine
+            assert own_error is not None, "nobody failed"
+            raise own_error
 
     async def _break_up(
         self, mine: asyncio.Task[None], calls: Mapping[asyncio.Task[None], WeightTarget]

@@ -277,7 +277,9 @@ def test_an_update_follows_the_recipe() -> None:
 def test_an_engine_without_sessions_and_spans_is_updated_by_interrupting() -> None:
     engine = FakeEngine(info={"version": "0.5.17"}, sessions=False, spans=False)
     drive(engine, update)
-    assert [p for p in orders(engine) if p != "/begin_weight_update"] == [p for p in UPDATE if "_weight_update" not in p]
+    assert [p for p in orders(engine) if p != "/begin_weight_update"] == [
+        p for p in UPDATE if "_weight_update" not in p
+    ]
     assert orders(engine).count("/begin_weight_update") == 1  # asked once, 404, never again
     assert engine.bodies("/pause_generation") == [{"mode": "abort"}]
 
@@ -326,7 +328,9 @@ def test_an_update_in_the_middle_keeps_the_tokens_and_gives_two_versions() -> No
         drive(engine, scenario)
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"])
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]
+)
 @pytest.mark.parametrize("fault", ["drop", 503])
 def test_D12_a_lost_order_is_given_again(path: str, fault: Any) -> None:
     engine = FakeEngine()
