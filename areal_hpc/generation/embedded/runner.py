@@ -96,6 +96,7 @@ class BatchRunner:
 
     # -- prefill
 
+    @torch.inference_mode()
     def admit(self, sequences: Many[Sequence]) -> list[Sequence]:
         """Give each sequence a row and compute its history; those that finished with their first token.
 
@@ -151,6 +152,7 @@ class BatchRunner:
 
     # -- decode
 
+    @torch.inference_mode()
     def decode(self) -> list[Sequence]:
         """Sample one more token of every running sequence; those that finished with it."""
         num = len(self.running)

@@ -153,10 +153,11 @@ class Sequence:
 
     def spans(self, num_tokens: int) -> list[dict[str, Any]]:
         """SGLang's ``weight_versions`` over the first ``num_tokens`` tokens: [start, end) of each version."""
-        ends = [start for _, start in self.starts[1:]] + [num_tokens]
+        starts = list(self.starts)  # the engine may add to it meanwhile
+        ends = [start for _, start in starts[1:]] + [num_tokens] * bool(starts)
         return [
             {"version": version, "start": start, "end": min(end, num_tokens)}
-            for (version, start), end in zip(self.starts, ends, strict=True)
+            for (version, start), end in zip(starts, ends, strict=True)
             if start < min(end, num_tokens)
         ]
 

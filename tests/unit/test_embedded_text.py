@@ -1,0 +1,108 @@
+"""Text while tokens arrive: characters spread over tokens, stop strings spread over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_tokenizer
+
+from areal_hpc.generation.embedded.text import IncrementalText, Text, first_stop, load_text, without_partial_stop
+
+TOKENIZER = make_tokenizer()
+TEXT = Text(TOKENIZER)
+
+
+def byte_ids(raw: bytes) -> list[int]:
+    """Token ids of single bytes, also of bytes that are no character, by GPT-2's map from bytes to printable signs."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    ids: list[int] = TOKENIZER.convert_tokens_to_ids([signs[byte] for byte in raw])
+    return ids
+
+
+@pytest.mark.parametrize("text", ["ď", "今日", "🙂", "a🙂b今ďc", "👩‍👩‍👧"])
+def test_H15_every_split_of_a_character_is_held_back_until_it_is_whole(text: str) -> None:
+    token_ids = TEXT.encode(text)
+    assert len(token_ids) == len(text.encode())
+    for cut in range(len(token_ids) + 1):
+        stream = IncrementalText(TEXT.decode)
+        shown = stream.extend(token_ids[:cut])
+        assert text.startswith(shown) and "\ufffd" not in shown
+        assert stream.extend(token_ids[cut:]) == text
+
+
+@given(st.binary(max_size=40) | st.text(max_size=12).map(str.encode), st.data())
+@settings(max_examples=150, deadline=None)
+def test_H15_each_text_begins_the_next_and_the_whole(raw: bytes, data: st.DataObject) -> None:
+    token_ids = byte_ids(raw)
+    stream, shown, at = IncrementalText(TEXT.decode), "", 0
+    while at < len(token_ids):
+        step = data.draw(st.integers(1, 5))
+        now = stream.extend(token_ids[at : at + step])
+        assert now.startswith(shown)
+        shown, at = now, at + step
+    whole = raw.decode(errors="replace")
+    assert TEXT.decode(token_ids) == whole
+    assert whole.startswith(shown) and not whole[len(shown) :].strip("\ufffd")
+
+
+def test_H15_a_byte_that_is_never_valid_is_shown_once_something_follows() -> None:
+    stream = IncrementalText(TEXT.decode)
+    lonely = byte_ids(b"\xf0")
+    assert stream.extend(lonely) == ""
+    assert stream.extend(TEXT.encode("a")) == "\ufffda"
+
+
+def test_stop_strings_are_found_where_they_first_end() -> None:
+    assert first_stop("one two three", ["two", "three"], 0) == (4, "two")
+    assert first_stop("aXb", ["X"], 2) is None  # searched before
+    assert first_stop("ab##", ["##"], 3) == (2, "##")  # began before, ends now
+    assert first_stop("abc", [], 0) is None
+
+
+@given(st.text(alphabet="ab", max_size=12), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
+def test_what_is_shown_can_never_have_to_be_taken_back(text: str, stops: list[str]) -> None:
+    shown = without_partial_stop(text, stops)
+    assert text.startswith(shown)
+    rest = text[len(shown) :]
+    assert rest == "" or any(stop.startswith(rest) and stop != rest for stop in stops)
+    for stop in stops:  # no later beginning of a stop string was overlooked
+        for length in range(1, len(stop)):
+            assert not (text.endswith(stop[:length]) and length > len(rest))
+
+
+def test_F8_one_tokenizer_serves_32_threads() -> None:
+    samples = [f"thread {index} says 今日🙂 " * 20 for index in range(32)]
+    failures: list[BaseException] = []
+
+    def work(sample: str) -> None:
+        try:
+            for _ in range(20):
+                assert TEXT.decode(TEXT.encode(sample)) == sample
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=work, args=(sample,)) for sample in samples]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_F7_nothing_is_truncated_whatever_the_tokenizer_says_of_its_length(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 10
+    tokenizer.save_pretrained(tmp_path)
+    text = load_text(tmp_path)
+    assert text is not None
+    assert len(text.encode("x" * 50)) == 50
+
+
+def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
+    assert load_text(tmp_path) is None
