@@ -124,7 +124,7 @@ def _policy_stats(inputs: LossInputs, proximal: Tensor) -> Stats:
     return {
         "logprob_gap": mean_of(gap, comparable),
         "logprob_gap_max": max_of(gap, comparable),
-        "staleness": mean_of(staleness, sampled),
+        "staleness_mean": mean_of(staleness, sampled),
         "staleness_min": min_of(staleness, sampled),
         "staleness_max": max_of(staleness, sampled),
     }

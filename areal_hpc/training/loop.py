@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
-from areal_hpc.config.schema import AlgorithmConfig
+from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
@@ -135,7 +135,9 @@ class TrainingLoop:
                 groups[group].trajectories[place] for group, place in (owners[index] for index in readable)
             ]
             batch = pack(trajectories, np.asarray(advantages)[readable])
-            minibatches.append(batch.with_proximal(self.backend.logprobs(batch)))
+            if self.algorithm.proximal is ProximalMethod.RECOMPUTE:
+                batch = batch.with_proximal(self.backend.logprobs(batch))
+            minibatches.append(batch)
         return minibatches
 
     def _fetch(self, refs: Sequence[GroupRef], needed: Sequence[int]) -> dict[int, TrajectoryGroup]:

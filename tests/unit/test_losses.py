@@ -300,7 +300,7 @@ def test_stats_of_the_policies() -> None:
     stats = finish(run(inputs, WIDE)[0].stats)
     assert stats["logprob_gap"] == pytest.approx(0.375)
     assert stats["logprob_gap_max"] == pytest.approx(0.5)
-    assert (stats["staleness_min"], stats["staleness"], stats["staleness_max"]) == (0.0, 1.0, 2.0)
+    assert (stats["staleness_min"], stats["staleness_mean"], stats["staleness_max"]) == (0.0, 1.0, 2.0)
     assert stats["approx_kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 2)
 
 

@@ -190,7 +190,7 @@ def test_statistics_are_those_of_the_batch(qwen3: Path) -> None:
     assert stats["logprob_gap"] == pytest.approx(gap.mean(), rel=1e-5)
     assert stats["logprob_gap_max"] == pytest.approx(gap.max(), rel=1e-5)
     assert 0 < stats["entropy"] <= math.log(VOCAB_SIZE) + 1e-5
-    assert stats["staleness"] == 0.0
+    assert stats["staleness_mean"] == 0.0
 
 
 def test_E17_a_batch_without_a_trainable_token_is_skipped_and_counted(qwen3: Path) -> None:
