@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_hpc.algorithms.advantages import AdvantageInputs, Float64Array, grpo_advantages
-from areal_hpc.algorithms.checks import check_name
 from areal_hpc.algorithms.losses import LossInputs, LossOutput, clipped_loss
+from areal_hpc.config.algorithm import check_name
 from areal_hpc.config.schema import AlgorithmConfig
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], Float64Array]

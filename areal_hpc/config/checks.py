@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from areal_hpc.algorithms.checks import check_algorithm
+from areal_hpc.config.algorithm import check_algorithm
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
 from areal_hpc.errors import ConfigError

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from areal_hpc.algorithms.checks import NAMES, check_algorithm, check_rejection
 from areal_hpc.algorithms.table import ALGORITHMS, find
+from areal_hpc.config.algorithm import NAMES, check_algorithm, check_rejection
 from areal_hpc.config.schema import (
     Aggregation,
     AlgorithmConfig,
@@ -133,5 +133,5 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_checks_need_no_torch() -> None:
-    code = "import sys, areal_hpc.algorithms.checks; sys.exit('torch' in sys.modules)"
+    code = "import sys, areal_hpc.config.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.algorithms.checks import check_rejection
 from areal_hpc.algorithms.masking import Rejection, accept, binary_kl, reject
 from areal_hpc.algorithms.stats import finish
+from areal_hpc.config.algorithm import check_rejection
 from areal_hpc.config.schema import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
 from areal_hpc.errors import ConfigError
 
