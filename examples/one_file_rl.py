@@ -2,7 +2,7 @@
 
     python examples/one_file_rl.py                  about a minute on two cores, no GPU
 
-Three things go on at once, and nobody waits for a slow answer but the group that it belongs to:
+Three things go on at once. A slow answer holds up its own group, and training only when the bound on staleness says so:
 
     rollout, 48 times    ticket -> prompt -> 8 answers -> 8 rewards -> group sealed into the ring
     engine, a thread     samples for all of them in one batch, under the weights that it has at the moment
@@ -120,7 +120,7 @@ async def train(ring: MemoryRing, backend: ReferenceBackend, transport: DiskTran
 
 def update(backend: ReferenceBackend, groups: Sequence[TrajectoryGroup], step: int) -> Mapping[str, float]:
     """An optimizer update for each minibatch; the proximal log-probs are from before the first."""
-    batch = pack([trajectory for group in groups for trajectory in group.trajectories], advantages(groups))
+    batch = pack([answer for group in groups for answer in group.trajectories], advantages(groups))
     batch = batch.with_proximal(backend.logprobs(batch))
     order = np.random.default_rng(step).permutation(batch.num_sequences)
     return backend.train_step([batch.select(part.tolist()) for part in np.array_split(order, ALGORITHM.minibatches)])
@@ -128,7 +128,7 @@ def update(backend: ReferenceBackend, groups: Sequence[TrajectoryGroup], step: i
 
 def report(step: int, groups: Sequence[TrajectoryGroup], stats: Mapping[str, float]) -> None:
     """6. Left out: everything that is written to disk, curves, where the time went."""
-    versions = [trajectory.versions[trajectory.loss_mask] for group in groups for trajectory in group.trajectories]
+    versions = [answer.versions[answer.loss_mask] for group in groups for answer in group.trajectories]
     oldest = step - min(v.min() for v in versions)
     mixed = np.mean([v.min() < v.max() for v in versions])  # new weights came in the middle of the answer
     age = f"oldest token {oldest} versions behind, {mixed:.0%} of answers by several versions"
