@@ -273,6 +273,8 @@ async def running(engine: FakeEngine, host: str = "127.0.0.1") -> AsyncIterator[
 
 
 def _serve(pipe: Connection) -> None:
+    import torch.distributed  # noqa: F401 (now, not inside the first join, where it would count against a limit)
+
     async def forever() -> None:
         async with running(FakeEngine(info={"version": "0.5.21", "areal_hpc": {"checksums": True}})) as url:
             pipe.send(url)
