@@ -105,7 +105,7 @@ class ChainWriter:
         self.name = name
         self.directory = make_private_directory(chains / str(name))
         fsync_directory(chains)
-        self.wake = threading.Condition()  # guards the three fields below; notified by append and close
+        self.wake = threading.Condition()  # guards the three fields below; notified when there is something to do
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
         self._pending_since = 0.0

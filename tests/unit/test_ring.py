@@ -236,6 +236,20 @@ def test_files_are_private(run: RunDir, writer: RingWriter) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+def test_a_writer_reserves_nothing_before_its_predecessor_was_read_to_the_end(
+    run: RunDir, reader: RingReader, writer: RingWriter
+) -> None:
+    produce(writer, 0, 1, 2)
+    epoch = reader._epoch
+    second = RingWriter(run, epoch, slot=0, num_slots=1, config=CONFIG, capacity=CAPACITY, poll_s=0, fence_s=0)
+    assert second.try_reserve(3) is None
+    assert second.issued() is None
+    assert reader.claim(1000, WeightVersion(epoch, 0)) is None
+    produce(second, 3)
+    assert second.try_reserve(4) is None  # three of four slots are its predecessor's
+    assert writer.try_reserve(4) is None  # which is not followed any more
+
+
 def test_what_a_replaced_writer_adds_later_is_not_seen(run: RunDir, reader: RingReader) -> None:
     """A zombie: it was taken for dead, its prompt was given to another; the second group of it must not count."""
     zombie = new_writer(run, reader)
