@@ -75,7 +75,8 @@ class BroadcastTransport:
             ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each.
 
         Raises:
-            WeightUpdateError: names the engines at fault; the others are paused. Also if there are none.
+            WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
+                was the resuming that failed: then they serve ``version``.
         """
         start = time.monotonic()
         stream = iter(weights)
