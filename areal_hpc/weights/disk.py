@@ -69,7 +69,7 @@ class DiskTransport:
         """Bring every member to ``version``; see ``BroadcastTransport.publish``.
 
         Raises:
-            WeightUpdateError: names the engines at fault; the others are paused. Also if there are none.
+            WeightUpdateError: as there.
             OSError: the version could not be written; every engine samples on as it was.
         """
         start = time.monotonic()

@@ -79,7 +79,7 @@ async def loses(fleet: Fleet, culprit: int, version: int = 2, match: str = "") -
         with pytest.raises(WeightUpdateError, match=f"engine-{culprit}.*{match}") as caught:
             await fleet.publish(version)
         other = 1 - culprit
-        assert f"Engines left: engine-{other}," in str(caught.value)
+        assert f"Engines left: engine-{other};" in str(caught.value)
         assert (await fleet.state(other))["frozen"]  # the barrier: nobody samples after half an update
         await fleet.publish(version)
     await fleet.serves(other, version)
@@ -174,6 +174,20 @@ def test_an_engine_that_cannot_be_resumed() -> None:
         await fleet.serves(0, 2)
 
     scenario(body)
+
+
+def test_a_publish_that_is_cancelled_does_not_spoil_the_next() -> None:
+    async def body(fleet: Fleet) -> None:
+        await fleet.publish(1)
+        await fleet.fault(0, LOAD, None, "hang")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fleet.publish(2), 3)
+        assert fleet.transport.membership.lost == {}
+        await fleet.publish(3)
+        await fleet.serves(0, 3)
+        await fleet.serves(1, 3)
+
+    scenario(body, timeout_s=8)
 
 
 def test_D21_every_membership_has_a_group_name_of_its_own_and_keeps_it() -> None:
