@@ -7,7 +7,6 @@ known to serve before the request was sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class BadAnswer(Exception):
@@ -118,7 +119,7 @@ def _tokens(output_ids: Any, rows: Any) -> tuple[tuple[int, ...], tuple[float, .
         raise BadAnswer(f"its {len(output_ids)} tokens and {len(rows)} log-probs are not of the same tokens")
     logprobs = tuple(row[0] for row in rows)
     for position, logprob in enumerate(logprobs):
-        if not isinstance(logprob, int | float) or not math.isfinite(np.float32(logprob)):
+        if not isinstance(logprob, int | float) or not abs(logprob) <= MAX_FLOAT32:  # not (>): NaN must fail
             raise BadAnswer(f"the log-prob of token {position} is {logprob}")
     return tuple(output_ids), logprobs
 

@@ -54,15 +54,18 @@ class Capabilities:
     """It reports version spans, so that updates need not interrupt."""
     checksums: bool
     """It compares the CRC-32C of each tensor it receives."""
+    quarantined: bool
+    """An update of it failed half-way; only our own engine says so."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``features``, a list that our own engine adds."""
+        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
-        features = info.get("features") or ()
+        ours = info.get("areal_hpc") or {}
         return cls(
-            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or "weight_versions" in features,
-            checksums="checksums" in features,
+            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
+            checksums=bool(ours.get("checksums")),
+            quarantined=bool(info.get("quarantined")),
         )
 
 
@@ -102,6 +105,7 @@ class EngineClient:
         self._initial = version
         self._http = Connection(f"engine {name}", url, token=token, connect_s=self.limits.connect_s)
         self._capabilities: Capabilities | None = None
+        self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
         self._has_sessions = True  # /begin_weight_update exists, until it answers 404
         self._in_session = False
@@ -124,20 +128,25 @@ class EngineClient:
         status, answer = await self._http.call("GET", "/health", None, self.limits.admin_s)
         self._http.accepted("/health", status, answer)
         self._capabilities = None  # it may be another process by now
-        await self._probed()
+        if (await self._probed()).quarantined:
+            raise GenerationError(f"{self!r} is quarantined: an update of its weights failed half-way")
         return self.version
 
     async def _probed(self) -> Capabilities:
         """The engine's capabilities, asked once for each life of it."""
-        if self._capabilities is None:
-            info = await self._described("/server_info", "/get_server_info")
-            model = await self._described("/model_info", "/get_model_info")
-            try:
-                self.version = version_number(model.get("weight_version"), self._initial)
-            except BadAnswer as error:
-                raise GenerationError(f"{self!r} cannot be used: {error}") from error
-            self._capabilities = Capabilities.read(info)
-        return self._capabilities
+        async with self._probing:
+            if self._capabilities is None:
+                self._capabilities = await self._describe()
+            return self._capabilities
+
+    async def _describe(self) -> Capabilities:
+        info = await self._described("/server_info", "/get_server_info")
+        model = await self._described("/model_info", "/get_model_info")
+        try:
+            self.version = version_number(model.get("weight_version"), self._initial)
+        except BadAnswer as error:
+            raise GenerationError(f"{self!r} cannot be used: {error}") from error
+        return Capabilities.read(info)
 
     async def _described(self, path: str, old_path: str) -> Mapping[str, Any]:
         status, answer = await self._http.call("GET", path, None, self.limits.admin_s)
@@ -272,6 +281,7 @@ class EngineClient:
         """Engines from SGLang 0.5.21 on load weights between a begin and an end; older ones know neither."""
         if self._in_session or not self._has_sessions:
             return
+        self._in_session = True  # whatever comes back: a lost answer may have opened it
         self._in_session = self._has_sessions = await self._once("/begin_weight_update", {}, may_lack=True)
 
     async def load_directory(self, path: str, version: int) -> None:

@@ -61,7 +61,9 @@ class Connection:
                 if attempt == ATTEMPTS - 1:
                     raise EngineRefused(f"{self} takes no connection: {error}") from error
                 await asyncio.sleep(0.1 * 2**attempt)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except TimeoutError as error:
+                raise EngineLost(f"{self} did not answer {path} in {limit_s:g} s") from error
+            except (aiohttp.ClientError, OSError) as error:
                 raise EngineLost(f"{self} did not answer {path}: {type(error).__name__} {error}") from error
         raise AssertionError("the last attempt returns or raises")
 
@@ -78,6 +80,8 @@ class Connection:
             last = attempt == ATTEMPTS - 1
             try:
                 status, answer = await self.call("POST", path, body, limit_s)
+            except EngineRefused:
+                raise  # ``call`` has tried often enough
             except EngineLost:
                 if last:
                     raise

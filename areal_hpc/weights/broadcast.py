@@ -143,12 +143,21 @@ class BroadcastTransport:
         """
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
-        await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for task in (mine, *calls):
+                task.cancel()
+            await asyncio.gather(mine, *calls, return_exceptions=True)
+            self._abandon_group()  # its members are in the middle of something
+            raise
         if any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
+            own_error = mine.exception()
             if guilty:
                 self.membership.lose(guilty)
-            await mine
+            assert own_error is not None, "nobody failed"
+            raise own_error
 
     async def _break_up(
         self, mine: asyncio.Task[None], calls: Mapping[asyncio.Task[None], WeightTarget]

@@ -59,7 +59,7 @@ class DiskTransport:
     ) -> None:
         assert keep >= 1, "the version being served must stay"
         self.membership = Membership(targets, timeout_s)
-        self._directory = make_private_directory(directory)
+        self._directory = make_private_directory(directory.absolute())
         self._epoch = epoch
         self._keep = keep
         self._file_bytes = file_bytes

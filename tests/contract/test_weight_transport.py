@@ -1,0 +1,180 @@
+"""The same cases for every weight transport, against real embedded engines in their own processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embedded_process import embedded
+from tiny_models import make_model
+
+from areal_hpc.buckets import checksum
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.client import EngineClient
+from areal_hpc.protocols import WeightTransport
+from areal_hpc.types import GenerationRequest, Sampling
+from areal_hpc.weights.broadcast import BroadcastTransport
+from areal_hpc.weights.disk import DiskTransport
+
+Weights = dict[str, torch.Tensor]
+MakeTransport = Callable[[list[EngineClient]], WeightTransport]
+PROMPT = (65, 66, 67)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[list[str], Weights]]:
+    """Two engines and the weights they started with."""
+    directory = tmp_path_factory.mktemp(request.param)
+    model = make_model(directory, "qwen3", seed=3)
+    names = set(model.state_dict()) - {"lm_head.weight"}  # tied to the embedding
+    dtype = getattr(torch, request.param)
+    with embedded(directory, 2, dtype=request.param) as urls:
+        yield urls, {name: model.state_dict()[name].to(dtype) for name in sorted(names)}
+
+
+@pytest.fixture(params=["broadcast", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTransport:
+    if request.param == "broadcast":
+        epochs.append(len(epochs))
+        return lambda targets: BroadcastTransport(targets, epoch=epochs[-1], bucket_bytes=20_000, timeout_s=30)
+    return lambda targets: DiskTransport(tmp_path / "weights", targets, epoch=1, file_bytes=50_000, timeout_s=30)
+
+
+epochs: list[int] = []
+
+
+def scaled(weights: Weights, factor: float) -> Weights:
+    return {name: value * factor for name, value in weights.items()}
+
+
+def run(urls: list[str], scenario: Callable[[list[EngineClient]], Any]) -> Any:
+    async def body() -> Any:
+        clients = [EngineClient(f"engine-{k}", url, token="secret") for k, url in enumerate(urls)]
+        try:
+            return await scenario(clients)
+        finally:
+            for client in clients:
+                await client.close()
+
+    return asyncio.run(body())
+
+
+async def held(client: EngineClient) -> dict[str, int]:
+    """CRC-32C of what the engine holds, by its own account."""
+    _, answer = await client._http.call("POST", "/weights_checker", {"action": "checksum"}, 30)
+    sums: dict[str, int] = answer["ranks"][0]["checksums"]
+    return sums
+
+
+def test_every_engine_holds_what_was_sent_bit_for_bit(fleet: tuple[list[str], Weights], make: MakeTransport) -> None:
+    urls, weights = fleet
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        for version, factor in ((1, 1.25), (2, 0.5), (3, 1.0)):
+            sent = scaled(weights, factor)
+            told = await transport.publish(version, sent.items())
+            for client in clients:
+                sums = await held(client)
+                assert {name: sums[name] for name in sent} == {name: checksum(value) for name, value in sent.items()}
+                assert client.version == version
+                request = GenerationRequest(
+                    request_id=f"v{version}", token_ids=PROMPT, sampling=Sampling(max_new_tokens=4)
+                )
+                assert set((await client.generate(request)).versions) == {version}
+            assert 0 < told["seconds_paused"] <= told["seconds"]
+            assert told["bytes"] >= sum(value.nbytes for value in sent.values())
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_an_answer_under_way_keeps_its_tokens_and_carries_both_versions(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    urls, weights = fleet
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        await transport.publish(10, weights.items())
+        sampling = Sampling(max_new_tokens=300, temperature=0.0, ignore_eos=True)
+        alone = await clients[1].generate(GenerationRequest(request_id="alone", token_ids=PROMPT, sampling=sampling))
+        under_way = asyncio.create_task(
+            clients[0].generate(GenerationRequest(request_id="under way", token_ids=PROMPT, sampling=sampling))
+        )
+        newest = 10
+        while not under_way.done():
+            newest += 1
+            await transport.publish(newest, scaled(weights, 1 + newest / 100).items())
+        completion = await under_way
+        versions = completion.versions.tolist()
+        assert len(versions) == 300
+        assert versions == sorted(versions)
+        assert len(set(versions)) > 1
+        assert set(versions) <= set(range(10, newest + 1))
+        undisturbed = versions.count(10)
+        assert completion.token_ids.tolist()[:undisturbed] == alone.token_ids.tolist()[:undisturbed]
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_D2_the_order_of_the_weights_is_the_senders_business(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    urls, weights = fleet
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        for version, names in ((20, list(weights)), (21, list(reversed(weights)))):
+            await transport.publish(version, ((name, weights[name]) for name in names))
+            sums = await held(clients[0])
+            assert {name: sums[name] for name in weights} == {name: checksum(value) for name, value in weights.items()}
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_an_update_that_lacks_a_parameter_is_refused_and_the_next_whole_one_heals(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    urls, weights = fleet
+    some = dict(list(weights.items())[:-1])
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        read: list[str] = []
+
+        def produced() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in some.items():
+                read.append(name)
+                yield name, value
+
+        with pytest.raises(WeightUpdateError, match="engine-0"):
+            await transport.publish(30, produced())
+        assert read == list(some)
+        for client in clients:
+            transport.membership.admit(client)  # type: ignore[attr-defined]
+        await transport.publish(31, weights.items())
+        assert [await client.probe() for client in clients] == [31, 31]
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_without_engines_there_is_nothing_to_publish_to(make: MakeTransport) -> None:
+    read: list[str] = []
+
+    def produced() -> Iterator[tuple[str, torch.Tensor]]:
+        read.append("w")
+        yield "w", torch.ones(1)
+
+    with pytest.raises(WeightUpdateError, match="no engine"):
+        asyncio.run(make([]).publish(1, produced()))
+    assert read == ["w"]  # the weights are read to their end all the same

@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import TOKEN, FakeEngine, expected_tokens, running
+
+from areal_hpc.errors import GenerationError, WeightUpdateError
+from areal_hpc.generation.client import Capabilities, EngineClient, Limits
+from areal_hpc.generation.connection import ATTEMPTS, EngineLost, EngineRefused
+from areal_hpc.types import GenerationRequest, GroupAddress, Sampling, StopReason, TensorSpec
+
+PROMPT = (5, 6, 7)
+SPECS = [TensorSpec(name="w", dtype="float32", shape=(2,), checksum=77)]
+GROUP = GroupAddress(host="::1", port=1234, name="w-3-1", world_size=3, backend="gloo")
+
+
+def request(num: int = 8, request_id: str = "r") -> GenerationRequest:
+    return GenerationRequest(request_id=request_id, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num))
+
+
+def drive(
+    engine: FakeEngine, scenario: Callable[[EngineClient], Awaitable[Any]], host: str = "127.0.0.1", **options: Any
+) -> Any:
+    """Run ``scenario`` with a client of ``engine``, both in this process and loop."""
+
+    async def body() -> Any:
+        async with running(engine, host) as url:
+            options.setdefault("limits", Limits(admin_s=5, generate_s=20, load_s=5))
+            client = EngineClient("fake-0", url, **options)
+            try:
+                return await scenario(client)
+            finally:
+                await client.close()
+
+    return asyncio.run(body())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_an_answer_is_a_completion() -> None:
+    completion = drive(FakeEngine(version="4"), lambda client: client.generate(request()))
+    assert completion.token_ids.tolist() == expected_tokens(PROMPT, 8)
+    assert completion.logprobs.tolist() == [-token / 256 for token in completion.token_ids]
+    assert completion.versions.tolist() == [4] * 8
+    assert (completion.stop, completion.text) == (StopReason.LENGTH, "x" * 8)
+
+
+@pytest.mark.parametrize("cuts", [[0], [1], [7], [3, 0, 0, 2], [0, 7], [5, 3], [8]], ids=str)
+def test_F1_F2_an_interrupted_answer_equals_an_uninterrupted_one(cuts: list[int]) -> None:
+    engine = FakeEngine(interrupt_at=list(cuts))
+    completion = drive(engine, lambda client: client.generate(request()))
+    assert completion.token_ids.tolist() == expected_tokens(PROMPT, 8)
+    assert completion.stop is StopReason.LENGTH
+    for body in engine.bodies("/generate"):
+        done = len(body["input_ids"]) - len(PROMPT)
+        assert body["sampling_params"]["max_new_tokens"] == 8 - done > 0
+    assert len({body["rid"] for body in engine.bodies("/generate")}) == len(engine.bodies("/generate"))
+
+
+def test_F14_a_request_that_was_sent_is_never_sent_again() -> None:
+    engine = FakeEngine()
+    engine.faults["/generate"] = ["drop"]
+    with pytest.raises(EngineLost, match="fake-0"):
+        drive(engine, lambda client: client.generate(request()))
+    assert len(engine.bodies("/generate")) == 1
+
+
+def test_a_refused_connection_is_tried_again_and_then_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    async def ask() -> None:
+        client = EngineClient("gone", f"http://127.0.0.1:{port}")
+        try:
+            await client.generate(request())
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineRefused, match=f"engine gone at http://127.0.0.1:{port}"):
+        asyncio.run(ask())
+
+
+def test_an_engine_that_comes_up_late_is_reached() -> None:
+    async def scenario() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        client = EngineClient("late", f"http://127.0.0.1:{port}")
+        asking = asyncio.create_task(client.generate(request()))
+        await asyncio.sleep(0.05)
+        from aiohttp import web
+
+        runner = web.AppRunner(FakeEngine().application(), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            return len((await asking).token_ids)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    assert asyncio.run(scenario()) == 8
+
+
+def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    def spoil(answer: dict[str, Any]) -> Any:
+        change(answer)
+        return answer
+
+    return spoil
+
+
+def test_D23_F5_garbage_is_an_error_that_names_the_engine() -> None:
+    def nan(answer: dict[str, Any]) -> None:
+        answer["meta_info"]["output_token_logprobs"][2][0] = math.nan
+
+    def bare(answer: dict[str, Any]) -> None:
+        del answer["meta_info"]["output_token_logprobs"]
+
+    for change in (nan, bare):
+        with pytest.raises(GenerationError, match="fake-0 at http"):
+            drive(FakeEngine(spoil=spoiled(change)), lambda client: client.generate(request()))
+
+
+def test_D9_an_engine_that_fell_back_to_older_weights_is_refused() -> None:
+    engine = FakeEngine(version="5")
+
+    async def scenario(client: EngineClient) -> None:
+        await client.generate(request())
+        engine.version = "4"  # restarted from an older checkpoint behind the same address
+        with pytest.raises(GenerationError, match="version 4 after it had served version 5"):
+            await client.generate(request(request_id="r2"))
+        assert await client.probe() == 4
+
+    drive(engine, scenario)
+
+
+def test_an_engine_error_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.faults["/generate"] = [500]
+    with pytest.raises(GenerationError, match="status 500") as caught:
+        drive(engine, lambda client: client.generate(request()))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_request_that_takes_too_long_is_lost() -> None:
+    engine = FakeEngine()
+    engine.faults["/generate"] = ["hang"]
+    with pytest.raises(EngineLost, match=r"0\.2 s"):
+        drive(engine, lambda client: client.generate(request()), limits=Limits(generate_s=0.2))
+
+
+def test_A17_proxies_in_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert drive(FakeEngine(), lambda client: client.generate(request())).stop is StopReason.LENGTH
+
+
+def test_A16_an_engine_on_ipv6_is_reached_and_told_a_bracketed_address() -> None:
+    engine = FakeEngine()
+    engine.faults["/init_weights_update_group"] = [400]
+
+    async def scenario(client: EngineClient) -> None:
+        await client.generate(request())
+        with pytest.raises(WeightUpdateError):
+            await client.join(GROUP, 2)
+
+    drive(engine, scenario, host="::1")
+    assert engine.bodies("/init_weights_update_group") == [
+        {
+            "master_address": "[::1]",
+            "master_port": 1234,
+            "rank_offset": 2,
+            "world_size": 3,
+            "group_name": "w-3-1",
+            "backend": "gloo",
+        }
+    ]
+
+
+def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    for token in (TOKEN, path):
+        engine = FakeEngine()
+        engine.faults["/generate"] = [401]
+        with pytest.raises(GenerationError) as caught:
+            drive(engine, lambda client: client.generate(request()), token=token)
+        assert {headers["Authorization"] for headers in engine.headers} == {f"Bearer {TOKEN}"}
+        assert TOKEN not in str(caught.value)
+        assert TOKEN not in repr(EngineClient("e", "http://h:1", token=token))
+
+
+def test_an_abort_returns_what_there_is() -> None:
+    engine = FakeEngine(token_s=0.001)
+
+    async def scenario(client: EngineClient) -> None:
+        asking = asyncio.create_task(client.generate(request(100_000)))
+        await until(lambda: engine.runs and len(engine.runs["r"].tokens) > 2)
+        await client.abort("r")
+        completion = await asking
+        assert completion.stop is StopReason.ABORT
+        assert completion.token_ids.tolist() == expected_tokens(PROMPT, len(completion.token_ids))
+        await client.abort("r")  # over: nothing happens
+        await client.abort("never heard of")
+
+    drive(engine, scenario)
+    assert len(engine.bodies("/generate")) == 1
+
+
+def test_D15_an_abort_that_does_nothing_is_an_error() -> None:
+    engine = FakeEngine(token_s=0.01, deaf_to_abort=True)
+
+    async def scenario(client: EngineClient) -> None:
+        asking = asyncio.create_task(client.generate(request(100_000)))
+        await until(lambda: engine.runs)
+        with pytest.raises(GenerationError, match="runs request r"):
+            await client.abort("r")
+        asking.cancel()
+
+    drive(engine, scenario, limits=Limits(admin_s=0.3))
+
+
+def test_D15_a_pause_that_ends_no_request_is_found_before_the_engine_goes_on() -> None:
+    engine = FakeEngine(info={"version": "0.5.17"}, sessions=False, spans=False, token_s=0.001, deaf_to_abort=True)
+
+    async def scenario(client: EngineClient) -> None:
+        asking = asyncio.create_task(client.generate(request(100_000)))
+        await until(lambda: engine.runs)
+        with pytest.raises(WeightUpdateError, match="pending"):
+            await update(client)
+        assert engine.frozen
+        asking.cancel()
+
+    drive(engine, scenario)
+
+
+def test_an_engine_is_asked_once_what_it_can_do() -> None:
+    engine = FakeEngine()
+
+    async def scenario(client: EngineClient) -> None:
+        await asyncio.gather(*(client.generate(request(request_id=str(k))) for k in range(5)))
+
+    drive(engine, scenario)
+    assert engine.paths().count("/server_info") == 1
+
+
+UPDATE = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/flush_cache",
+    "/continue_generation",
+]
+
+
+async def update(client: EngineClient, version: int = 9) -> None:
+    await client.pause()
+    await client.load_bucket("w-0-0", SPECS)
+    await client.load_bucket("w-0-0", SPECS)
+    await client.resume(version)
+
+
+def orders(engine: FakeEngine) -> list[str]:
+    return [path for path in engine.paths() if path in UPDATE]
+
+
+def test_an_update_follows_the_recipe() -> None:
+    engine = FakeEngine()
+    drive(engine, update)
+    assert orders(engine) == UPDATE
+    assert engine.bodies("/pause_generation") == [{"mode": "in_place"}]
+    assert engine.bodies("/update_weight_version") == [{"new_version": "9", "abort_all_requests": False}]
+    for body in engine.bodies("/update_weights_from_distributed"):
+        assert body == {
+            "names": ["w"],
+            "dtypes": ["float32"],
+            "shapes": [[2]],
+            "group_name": "w-0-0",
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+
+
+def test_an_engine_without_sessions_and_spans_is_updated_by_interrupting() -> None:
+    engine = FakeEngine(info={"version": "0.5.17"}, sessions=False, spans=False)
+    drive(engine, update)
+    assert [p for p in orders(engine) if p != "/begin_weight_update"] == [
+        p for p in UPDATE if "_weight_update" not in p
+    ]
+    assert orders(engine).count("/begin_weight_update") == 1  # asked once, 404, never again
+    assert engine.bodies("/pause_generation") == [{"mode": "abort"}]
+
+
+def test_checksums_go_only_to_an_engine_that_announces_them() -> None:
+    engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True}})
+    drive(engine, update)
+    assert [body["checksums"] for body in engine.bodies("/update_weights_from_distributed")] == [[77], [77]]
+
+
+@pytest.mark.parametrize(
+    ("info", "in_place"),
+    [
+        ({"version": "0.5.18"}, False),
+        ({"version": "0.5.19"}, True),
+        ({"version": "0.5.21.post1"}, True),
+        ({"version": "0.6.0rc1"}, True),
+        ({"version": "1.0"}, True),
+        ({}, False),
+        ({"version": "areal-embedded", "areal_hpc": {"checksums": True}}, True),
+    ],
+)
+def test_capabilities(info: dict[str, Any], in_place: bool) -> None:
+    assert Capabilities.read(info).in_place is in_place
+
+
+def test_an_update_in_the_middle_keeps_the_tokens_and_gives_two_versions() -> None:
+    """Once frozen in place with spans from the engine, once interrupted without any: the caller sees the same."""
+    for engine in (
+        FakeEngine(version="3", token_s=0.001),
+        FakeEngine(version="3", token_s=0.001, info={"version": "0.5.17"}, sessions=False, spans=False),
+    ):
+
+        async def scenario(client: EngineClient, engine: FakeEngine = engine) -> None:
+            asking = asyncio.create_task(client.generate(request(40)))
+            await until(lambda: engine.runs and len(next(iter(engine.runs.values())).tokens) > 5)
+            await update(client, 4)
+            completion = await asking
+            assert completion.token_ids.tolist() == expected_tokens(PROMPT, 40)
+            assert completion.stop is StopReason.LENGTH
+            before = completion.versions.tolist().count(3)
+            assert 5 < before < 40
+            assert completion.versions.tolist() == [3] * before + [4] * (40 - before)
+            assert client.version == 4
+
+        drive(engine, scenario)
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]
+)
+@pytest.mark.parametrize("fault", ["drop", 503])
+def test_D12_a_lost_order_is_given_again(path: str, fault: Any) -> None:
+    engine = FakeEngine()
+    engine.faults[path] = [fault, fault]
+    drive(engine, update)
+    assert engine.paths().count(path) == 3
+    assert not engine.frozen
+    assert engine.version == "9"
+
+
+def test_D12_orders_are_given_a_bounded_number_of_times() -> None:
+    engine = FakeEngine()
+    engine.faults["/pause_generation"] = ["drop"] * 99
+    with pytest.raises(WeightUpdateError, match="fake-0"):
+        drive(engine, update)
+    assert engine.paths().count("/pause_generation") == ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    "path", ["/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"], ids=str
+)
+@pytest.mark.parametrize("fault", ["drop", 400])
+def test_D26_an_engine_that_missed_an_update_serves_nothing_until_a_whole_one(path: str, fault: Any) -> None:
+    engine = FakeEngine()
+    engine.faults[path] = [fault]
+
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(WeightUpdateError, match="fake-0"):
+            await update(client)
+        with pytest.raises(WeightUpdateError, match="not resumed"):
+            await client.resume(9)
+        with pytest.raises(GenerationError, match="serves nothing"):
+            await client.generate(request())
+        assert "/continue_generation" not in engine.paths()
+        await update(client)
+        assert (await client.generate(request(request_id="r2"))).versions.tolist() == [9] * 8
+
+    drive(engine, scenario)
+
+
+def test_an_update_from_a_directory() -> None:
+    engine = FakeEngine()
+
+    async def scenario(client: EngineClient) -> None:
+        await client.pause()
+        await client.load_directory("/some/where", 6)
+        await client.resume(6)
+
+    drive(engine, scenario)
+    assert orders(engine) == ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]
+    assert engine.bodies("/update_weights_from_disk") == [
+        {"model_path": "/some/where", "weight_version": "6", "flush_cache": False, "abort_all_requests": False}
+    ]
+
+
+def test_leaving_a_group_that_the_engine_does_not_know_is_leaving() -> None:
+    engine = FakeEngine()
+    drive(engine, lambda client: client.leave("w-0-0"))
+    engine.faults["/destroy_weights_update_group"] = [403]
+    with pytest.raises(WeightUpdateError, match="status 403"):
+        drive(engine, lambda client: client.leave("w-0-0"))
+
+
+def test_a_probe_tells_the_version_or_fails() -> None:
+    assert drive(FakeEngine(version="12"), lambda client: client.probe()) == 12
+    assert drive(FakeEngine(), lambda client: client.probe(), version=7) == 7  # "default" is what it was started with
+    sick = FakeEngine()
+    sick.faults["/health"] = [503]
+    with pytest.raises(GenerationError, match="status 503"):
+        drive(sick, lambda client: client.probe())
+    with pytest.raises(GenerationError, match="quarantined"):
+        drive(FakeEngine(info={"quarantined": True}), lambda client: client.probe())
+    with pytest.raises(GenerationError, match="'v1'"):
+        drive(FakeEngine(version="v1"), lambda client: client.probe())

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import GenerationError
+from areal_hpc.generation import router as router_module
+from areal_hpc.generation.connection import EngineLost, EngineRefused
+from areal_hpc.generation.router import Router
+from areal_hpc.generation.scripted import ScriptedGenerator
+from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+
+
+@dataclass
+class Stub:
+    """An engine that answers when told to, and fails as told."""
+
+    name: str
+    version: int = 0
+    trouble: Exception | None = None
+    sick: bool = False
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    served: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.served.append(request.request_id)
+        if self.trouble is not None:
+            raise self.trouble
+        await self.gate.wait()
+        return await ScriptedGenerator([[1]], version=self.version).generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def probe(self) -> int:
+        if self.sick:
+            raise GenerationError(f"{self.name} is not healthy")
+        return self.version
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def request(request_id: str, session: str = "", num: int = 10) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id, token_ids=(1,) * 5, sampling=Sampling(max_new_tokens=num), session=session
+    )
+
+
+def drive(scenario: Callable[[Router, list[Stub]], Awaitable[Any]], num: int = 2, **options: Any) -> None:
+    async def body() -> None:
+        stubs = [Stub(f"engine-{k}") for k in range(num)]
+        router = Router(stubs, **{"probe_s": 0.01, "wait_s": 5.0} | options)
+        await scenario(router, stubs)
+        await router.close()
+        assert all(stub.closed for stub in stubs)
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_requests_go_where_the_fewest_tokens_are_outstanding() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        asking = []
+        for name, num in (("big", 100), ("a", 10), ("b", 10), ("c", 10)):
+            asking.append(asyncio.create_task(router.generate(request(name, num=num))))
+            await asyncio.sleep(0)
+        await until(lambda: len(stubs[0].served + stubs[1].served) == 4)
+        assert stubs[0].served == ["big"]
+        assert router.outstanding() == {"engine-0": 105, "engine-1": 45}
+        for stub in stubs:
+            stub.gate.set()
+        await asyncio.gather(*asking)
+        assert router.outstanding() == {"engine-0": 0, "engine-1": 0}
+
+    drive(scenario)
+
+
+def test_a_session_stays_on_its_engine() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        for stub in stubs:
+            stub.gate.set()
+        for turn in range(4):
+            for session in ("s", "t", "u"):
+                await router.generate(request(f"{session}{turn}", session))
+        by_engine = [{name[0] for name in stub.served} for stub in stubs]
+        assert not set.intersection(*by_engine)
+
+    drive(scenario)
+
+
+def test_J18_a_failed_request_leaves_no_load_behind() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        for trouble in (GenerationError("garbage"), EngineLost("broken"), ValueError("a bug")):
+            stubs[0].trouble = trouble
+            with pytest.raises(type(trouble)):
+                await router.generate(request("r"))
+            assert router.outstanding() == {"engine-0": 0}
+            await until(lambda: not router.out())
+        stubs[0].trouble = None
+        asking = asyncio.create_task(router.generate(request("cancelled")))
+        await until(lambda: "cancelled" in stubs[0].served)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert router.outstanding() == {"engine-0": 0}
+
+    drive(scenario, num=1)
+
+
+def test_F14_a_lost_request_fails_but_one_that_was_never_sent_goes_to_another_engine() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[1].gate.set()
+        stubs[0].trouble, stubs[0].sick = EngineRefused("engine-0 takes no connection"), True
+        await router.generate(request("refused"))
+        assert (stubs[0].served, stubs[1].served) == (["refused"], ["refused"])
+        assert list(router.out()) == ["engine-0"]
+        stubs[1].trouble, stubs[1].sick = EngineLost("engine-1 broke off"), True
+        with pytest.raises(EngineLost, match="engine-1"):
+            await router.generate(request("lost"))
+        assert stubs[0].served == ["refused"]
+        assert set(router.out()) == {"engine-0", "engine-1"}
+
+    drive(scenario)
+
+
+def test_the_dead_come_back_when_they_are_healthy_and_sessions_move_meanwhile() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].gate.set()
+        stubs[1].gate.set()
+        await router.generate(request("s0", "s"))
+        assert stubs[0].served == ["s0"]
+        stubs[0].trouble, stubs[0].sick = EngineRefused("gone"), True
+        await router.generate(request("s1", "s"))
+        stubs[0].trouble, stubs[0].sick = None, False
+        await until(lambda: not router.out())
+        await router.generate(request("s2", "s"))
+        assert stubs[1].served == ["s1", "s2"]  # its cache is here now
+        await router.generate(request("new"))
+        assert stubs[0].served[-1] == "new"
+
+    drive(scenario)
+
+
+def test_D26_an_engine_behind_the_published_version_serves_nothing_until_it_catches_up() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        for stub in stubs:
+            stub.gate.set()
+        await router.generate(request("s0", "s"))
+        stubs[1].version = 5
+        await router.expect(5)
+        await router.expect(4)  # an older announcement that comes late changes nothing
+        assert router.out() == {"engine-0": "it serves version 0 where 5 is expected"}
+        for k in range(3):
+            await router.generate(request(f"r{k}", "s"))
+        assert stubs[0].served == ["s0"]
+        stubs[0].version = 5
+        await until(lambda: not router.out())
+
+    drive(scenario)
+
+
+def test_D26_what_an_engine_runs_that_missed_an_update_is_failed_and_not_waited_for() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        asking = asyncio.create_task(router.generate(request("r")))
+        await until(lambda: stubs[0].served)
+        with pytest.raises(EngineLost, match="engine-0 was taken out"):
+            await asyncio.gather(asking, router.expect(1))
+        assert router.outstanding() == {"engine-0": 0}
+
+    drive(scenario, num=1)
+
+
+def test_when_all_are_out_a_request_waits_for_one_and_no_longer_than_the_limit() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].trouble, stubs[0].sick = EngineRefused("gone"), True
+        stubs[0].gate.set()
+        with pytest.raises(GenerationError, match=r"no engine came back in 0\.2 s.*engine-0"):
+            await router.generate(request("r"))
+        waiting = asyncio.create_task(router.generate(request("patient")))
+        stubs[0].trouble, stubs[0].sick = None, False
+        assert (await waiting).stop is StopReason.STOP
+
+    drive(scenario, num=1, wait_s=0.2)
+
+
+def test_an_abort_reaches_the_engine_that_runs_the_request() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        asking = [asyncio.create_task(router.generate(request(name))) for name in ("a", "b")]
+        await until(lambda: stubs[0].served and stubs[1].served)
+        await router.abort("b")
+        await router.abort("unknown")
+        holder = next(stub for stub in stubs if "b" in stub.served)
+        assert [stub.aborted for stub in stubs] == [["b"] if stub is holder else [] for stub in stubs]
+        for stub in stubs:
+            stub.gate.set()
+        await asyncio.gather(*asking)
+
+    drive(scenario)
+
+
+def test_sessions_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_SESSIONS", 2)
+
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].gate.set()
+        for session in ("a", "b", "a", "c"):
+            await router.generate(request(session, session))
+        assert list(router._sessions) == ["a", "c"]
+
+    drive(scenario, num=1)
