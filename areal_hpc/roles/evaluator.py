@@ -21,7 +21,7 @@ from areal_hpc.fs import publish_json
 from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
-from areal_hpc.types import Prompt, Trajectory
+from areal_hpc.types import Prompt, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> 
     answers: list[Sequence[Trajectory]] = [()] * len(prompts)
     for attempt in range(process.config.rollout.attempts):
         missing = [n for n, answer in enumerate(answers) if not answer]
-        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n]) for n in missing)
+        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n], parts.sampling(n, attempt)) for n in missing)
         for n, answer in zip(missing, await asyncio.gather(*again), strict=True):
             answers[n] = answer
     result = _result(step, answers, time.monotonic() - began, len(parts.prompts))
@@ -79,14 +79,14 @@ async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> 
     process.recorder.record("evaluation", result)
 
 
-async def _answer(parts: EvaluationParts, name: str, prompt: Prompt) -> Sequence[Trajectory]:
+async def _answer(parts: EvaluationParts, name: str, prompt: Prompt, sampling: Sampling) -> Sequence[Trajectory]:
     """One answer; nothing where the engine or the reward failed, which is tried again and never scored 0."""
     episode = Episode(
         id=f"{parts.prefix}-{name}",
         generator=parts.generator,
         renderer=parts.renderer,
         score=parts.score,
-        sampling=parts.sampling,
+        sampling=sampling,
         max_tokens=parts.max_tokens,
     )
     try:

@@ -19,7 +19,7 @@ from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
 from areal_hpc.protocols import Generator, Renderer, Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.engines import dotted, make_clients
-from areal_hpc.rollout.episodes import sampling
+from areal_hpc.rollout.episodes import derive_seed, sampling
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.types import Completion, GenerationRequest, Prompt, Sampling
@@ -120,7 +120,8 @@ class EvaluationParts:
     renderer: Renderer
     score: Callable[[str, Prompt], Awaitable[float]]
     workflow: Workflow
-    sampling: Sampling
+    sampling: Callable[[int, int], Sampling]
+    """Of a sample by its number and attempt: the same in every evaluation, so that two differ by their weights only."""
     max_tokens: int
     prefix: str
     newest_version: Callable[[], int | None]
@@ -145,7 +146,10 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
             renderer=ChatRenderer(config.model.path),
             score=pool.score,
             workflow=dotted(config.rollout.workflow, "rollout.workflow")(),
-            sampling=replace(sampling(config.rollout.sampling, config.seed), temperature=config.evaluation.temperature),
+            sampling=lambda number, attempt: replace(
+                sampling(config.rollout.sampling, derive_seed(config.seed, number, 0, attempt)),
+                temperature=config.evaluation.temperature,
+            ),
             max_tokens=config.model.max_tokens,
             prefix=f"a{process.epoch}",
             newest_version=lambda: _newest_version(process),
