@@ -78,7 +78,7 @@ def _resolved(words: Sequence[str]) -> Config:
     from areal_hpc.config.resolve import resolve
 
     paths, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
-    return resolve(load(paths, overrides), stated(paths, overrides)).config
+    return resolve(load(paths, overrides), stated(paths, overrides))
 
 
 def _run(options: argparse.Namespace) -> int:

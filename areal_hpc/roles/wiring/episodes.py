@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.writer import RingWriter
-from areal_hpc.config.checks import ring_capacity
+from areal_hpc.config.derived import ring_capacity
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import WaitTimeout
 from areal_hpc.fs import read_json

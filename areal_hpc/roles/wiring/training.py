@@ -10,7 +10,7 @@ from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
-from areal_hpc.config.checks import ring_capacity
+from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import TrainerBackendName, TransportName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import RunDir
