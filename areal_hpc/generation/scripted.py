@@ -2,7 +2,7 @@
 
     generator = ScriptedGenerator(["The answer is 4.", "I do not know."])       one answer a request, in order
     generator = ScriptedGenerator(lambda request: "4" if request.session else [1, 2, 3])
-    episode = Episode(id="e0", generator=generator, ...)
+    episode = Episode(id="e0", generator=generator, renderer=Utf8Renderer(), ...)
     trajectories = await my_workflow.run(prompt, episode)
     assert [r.token_ids for r in generator.requests] == [...]                    what the workflow asked
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from areal_hpc.errors import GenerationError
-from areal_hpc.types import Completion, GenerationRequest, StopReason
+from areal_hpc.types import Completion, GenerationRequest, Message, StopReason
 
 Scripted = str | Sequence[int] | Completion
 """A text, which is encoded; token ids; or a completion that is returned as it is."""
@@ -38,6 +38,17 @@ def utf8_bytes(text: str) -> Sequence[int]:
 def from_utf8_bytes(token_ids: Sequence[int]) -> str:
     """Text of byte tokens; other ids are left out."""
     return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+class Utf8Renderer:
+    """A ``Renderer`` without a model: one line for each message, then the header of the assistant's turn, as bytes."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return tuple(utf8_bytes("".join([*lines, "assistant: "])))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return from_utf8_bytes(token_ids)
 
 
 class ScriptedGenerator:

@@ -11,6 +11,9 @@ from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.protocols import Episode
 from areal_hpc.types import NOT_SAMPLED, Completion, GenerationRequest, Prompt, Trajectory
 
+MAX_SEED = 1 << 31
+"""Seeds of turns stay below this, as the seeds of episodes do."""
+
 
 class SingleTurn:
     """One prompt, one answer, one reward. The whole prompt is context, also assistant turns that it contains."""
@@ -19,28 +22,45 @@ class SingleTurn:
         """One trajectory.
 
         Raises:
-            DataError: the prompt leaves no room for an answer; it is refused, never cut.
-            GenerationError: the engine failed, ended the answer early, or gave more than it was asked for.
+            DataError, GenerationError: see ``ask``.
             RewardError: the answer could not be scored.
         """
         context = episode.renderer.render(prompt.messages)
-        room = episode.max_tokens - len(context)
-        if room < 1:
-            raise DataError(
-                f"prompt {prompt.id!r} has {len(context)} tokens and leaves no room for an answer; "
-                f"raise `model.max_tokens` ({episode.max_tokens}) or remove the prompt"
-            )
-        budget = min(episode.sampling.max_new_tokens, room)
-        request = GenerationRequest(
-            request_id=f"{episode.id}.t0",
-            token_ids=context,
-            sampling=replace(episode.sampling, max_new_tokens=budget),
-            session=episode.id,
-        )
-        completion = await episode.generator.generate(request)
-        check(request, completion)
+        completion = await ask(episode, prompt, context)
         reward = await episode.score(episode.renderer.decode(completion.token_ids.tolist()), prompt)
         return [trajectory(context, completion, reward)]
+
+
+async def ask(episode: Episode, prompt: Prompt, context: Sequence[int], turn: int = 0) -> Completion:
+    """The model's answer to ``context``, complete and within what is left of ``episode.max_tokens``.
+
+    Args:
+        turn: number of this answer in its episode; each has an id and a seed of its own.
+
+    Raises:
+        DataError: the context leaves no room for an answer; it is refused, never cut.
+        GenerationError: the engine failed, ended the answer early, or gave more than it was asked for.
+    """
+    room = episode.max_tokens - len(context)
+    if room < 1:
+        raise DataError(
+            f"prompt {prompt.id!r} has {len(context)} tokens at turn {turn} and leaves no room for an answer; "
+            f"raise `model.max_tokens` ({episode.max_tokens}) or remove the prompt"
+        )
+    sampling = episode.sampling
+    request = GenerationRequest(
+        request_id=f"{episode.id}.t{turn}",
+        token_ids=tuple(context),
+        sampling=replace(
+            sampling,
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            seed=None if sampling.seed is None else (sampling.seed + turn) % MAX_SEED,
+        ),
+        session=episode.id,
+    )
+    completion = await episode.generator.generate(request)
+    check(request, completion)
+    return completion
 
 
 def check(request: GenerationRequest, completion: Completion) -> None:

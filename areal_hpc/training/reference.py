@@ -53,7 +53,12 @@ logger = logging.getLogger(__name__)
 
 
 class ReferenceBackend:
-    """``TrainerBackend`` of one rank; ``group`` holds the trainer's ranks, None where there is one.
+    """``TrainerBackend`` of one rank.
+
+    Args:
+        seed: of this process's random streams.
+        group: the trainer's ranks; None where there is one.
+        loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
 
     Raises:
         DataError: ``model_path`` is no complete checkpoint directory.
@@ -69,12 +74,13 @@ class ReferenceBackend:
         trainer: TrainerConfig,
         temperature: float,
         seed: int,
-        group: ProcessGroup | None,
+        group: ProcessGroup | None = None,
+        loss: table.LossFunction | None = None,
     ) -> None:
         if temperature <= 0:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
         self._algorithm, self._config, self._temperature = algorithm, trainer, temperature
-        self._loss = table.find(algorithm.name).loss
+        self._loss = loss or table.find(algorithm.name).loss
         self._source, self._seed, self._step = Path(model_path), seed, 0
         self._device = torch.device(accelerator.detect().device)
         self._ranks = Ranks(group, str(self._device))

@@ -15,6 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from areal_hpc.algorithms.losses import LossInputs, LossOutput
+from areal_hpc.algorithms.stats import mean_of
 from areal_hpc.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, Schedule, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.training.optimizer import Optimizer
@@ -178,6 +180,27 @@ def test_training_makes_what_was_good_likelier(qwen3: Path) -> None:
     backend.train_step([batch.with_proximal(before)])
     change = (backend.logprobs(batch) - before)[batch.loss_mask]
     assert float((change * batch.advantages[batch.loss_mask]).sum()) > 0
+
+
+def test_a_loss_of_ones_own_is_what_is_minimised(qwen3: Path, tmp_path: Path) -> None:
+    """Cross-entropy, which needs no other policy: its gradients are those of transformers in float64."""
+
+    def cross_entropy(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
+        assert config.clip_high == 0.3
+        per_token = torch.where(inputs.mask, -inputs.current, 0.0)
+        return LossOutput(per_token=per_token, stats={"mine": mean_of(per_token, inputs.mask)})
+
+    batch = random_batch()
+    backend = make(qwen3, algorithm=AlgorithmConfig(clip_high=0.3), loss=cross_entropy)
+    stats = backend.train_step([batch])
+    model, logprobs = double_logprobs(qwen3, batch)
+    expected = -logprobs[torch.from_numpy(batch.loss_mask)].mean()
+    expected.backward()
+    assert stats["mine"] == stats["loss"] == pytest.approx(float(expected), rel=1e-5)
+    found = gradients(backend, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad.float(), rtol=1e-3, atol=1e-5)
 
 
 def test_statistics_are_those_of_the_batch(qwen3: Path) -> None:

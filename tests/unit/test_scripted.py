@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.errors import GenerationError
-from areal_hpc.generation.scripted import ScriptedGenerator, scripted_logprob, utf8_bytes
+from areal_hpc.generation.scripted import ScriptedGenerator, Utf8Renderer, scripted_logprob, utf8_bytes
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 
 
@@ -100,3 +100,11 @@ def test_a_tokenizer_may_be_given() -> None:
     completion = asyncio.run(generator.generate(request()))
     assert completion.token_ids.tolist() == [194, 196]
     assert completion.text == "2 tokens"
+
+
+def test_the_shipped_renderer_writes_a_line_for_each_message_and_reads_its_own_bytes() -> None:
+    renderer = Utf8Renderer()
+    messages = ({"role": "system", "content": "é"}, {"role": "user", "content": "2 + 2?"})
+    token_ids = renderer.render(messages)
+    assert bytes(token_ids).decode() == "system: é\nuser: 2 + 2?\nassistant: "
+    assert renderer.decode(token_ids) == bytes(token_ids).decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import DataError, GenerationError, RewardError
 from areal_hpc.protocols import Episode
-from areal_hpc.rollout.workflows import SingleTurn
+from areal_hpc.rollout.workflows import SingleTurn, ask
 from areal_hpc.types import Completion, GenerationRequest, Message, Prompt, Sampling, StopReason, Trajectory
 
 PROMPT = Prompt(position=3, id="p", messages=({"role": "user", "content": "abc"},), answer="x")
@@ -154,3 +155,14 @@ def test_a_reward_that_fails_fails_the_sample() -> None:
     )
     with pytest.raises(RewardError):
         run(PROMPT, failing)
+
+
+@pytest.mark.parametrize(("seed", "turn", "expected"), [(5, 0, 5), (5, 2, 7), (2**31 - 1, 1, 0), (None, 1, None)])
+def test_each_turn_has_an_id_and_a_seed_of_its_own(seed: int | None, turn: int, expected: int | None) -> None:
+    engine = Scripted("hey")
+    context = replace(episode(engine), sampling=Sampling(max_new_tokens=50, seed=seed))
+    asyncio.run(ask(context, PROMPT, [1, 2, 3], turn))
+    (request,) = engine.requests
+    assert (request.request_id, request.session) == (f"chain.1.p3.s0.a0.t{turn}", "chain.1.p3.s0.a0")
+    assert request.token_ids == (1, 2, 3)
+    assert request.sampling == Sampling(max_new_tokens=50, seed=expected)
