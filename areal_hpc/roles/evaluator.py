@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.errors import GenerationError, RewardError
@@ -47,22 +46,34 @@ def main(process: RoleProcess) -> int:
 
 
 async def _watch(process: RoleProcess) -> bool:
-    """Evaluate what is due until the last step's result is there (True) or a stop request comes (False)."""
+    """Evaluate what is due until the last step has its result (True) or a stop request comes (False)."""
+    async with make_evaluation(process) as parts:
+        working = asyncio.create_task(_evaluate_all(process, parts))
+        stopping = asyncio.create_task(process.watch_stop())
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait((working, stopping))
+        if working.cancelled():
+            return False
+        working.result()
+        return True
+
+
+async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
     config, total = process.config.evaluation, process.config.trainer.total_steps
-    async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(make_evaluation(process))
-        done: set[int] | None = None
-        while done is None or total not in done:
-            version = parts.newest_version()
-            if version is not None:
-                done = parts.evaluated() if done is None else done
-                if (step := due(version, config, total, done)) is not None:
-                    await _evaluate(process, parts, step)
-                    done.add(step)
-            if process.stopping():
-                return False
+    while (version := parts.newest_version()) is None:  # noqa: ASYNC110  the trainer says it, in a file
+        await asyncio.sleep(POLL_S)
+    done = parts.evaluated()
+    while True:
+        if (step := due(version, config, total, done)) is not None:
+            await _evaluate(process, parts, step)
+            done.add(step)
+        elif version >= total:
+            return
+        else:
             await asyncio.sleep(POLL_S)
-    return True
+        version = parts.newest_version() or version
 
 
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:
