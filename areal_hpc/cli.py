@@ -7,6 +7,7 @@ and ``config`` start at once on a login node.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from areal_hpc.errors import ArealError, UserError
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
 
-EXIT_USER_ERROR = 2
 EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except ArealError as error:
+    except (ArealError, OSError) as error:  # a full disk, a directory that may not be written
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:  # before there is a run that could stop in order
+        print("areal-hpc: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return code
 
 
@@ -46,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train: start every process of a run on this machine and watch it")
     _add_config_arguments(run)
     run.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
     run.set_defaults(command=_run)
 
     config = commands.add_parser("config", help="show the resolved configuration")
@@ -78,7 +84,7 @@ def _resolved(words: Sequence[str]) -> Config:
     from areal_hpc.config.resolve import resolve
 
     paths, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
-    return resolve(load(paths, overrides), stated(paths, overrides)).config
+    return resolve(load(paths, overrides), stated(paths, overrides))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -87,8 +93,11 @@ def _run(options: argparse.Namespace) -> int:
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as the roles have it: rewards and tasks may lie beside the configuration
     config = _resolved(options.config)
-    return run_local(config, resume=options.resume, console=LiveConsole(config.trainer.total_steps, sys.stdout))
+    console = LiveConsole(config.trainer.total_steps, sys.stdout)
+    return run_local(config, resume=options.resume, takeover=options.takeover, console=console)
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -14,7 +14,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,28 +36,29 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _write_temporary(path: Path, data: bytes) -> Path:
+@contextmanager
+def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+    """A private, durable file with ``data`` beside ``path``; it is gone afterwards, whatever happened."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def publish(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` so that every reader sees the old or the new bytes, never a mixture.
 
     Raises:
-        OSError: the file system refused; ``path`` is unchanged and the temporary file is gone.
+        OSError: the file system refused; ``path`` is unchanged and nothing is left behind.
     """
-    temporary = _write_temporary(path, data)
-    try:
+    with _temporary(path, data) as temporary:
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
     fsync_directory(path.parent)
 
 
@@ -70,17 +72,15 @@ def create_exclusive(path: Path, data: bytes) -> bool:
 
     link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first).
     """
-    temporary = _write_temporary(path, data)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise
-        return _create_by_open(path, data)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _temporary(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise
+            return _create_by_open(path, data)
     fsync_directory(path.parent)
     return True
 

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
 
 COMMIT_BYTES = 4 << 20
+STOP_S = 60.0
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Write errors that may pass: somebody frees space, the server comes back."""
 
@@ -93,7 +94,7 @@ class _File:
     fd: int
     number: int
     offset: int = 0
-    seal: bytes = field(default=b"")
+    seal: bytes = b""
     """The SEAL being written, once the next segment exists."""
 
 
@@ -104,7 +105,7 @@ class ChainWriter:
         self.name = name
         self.directory = make_private_directory(chains / str(name))
         fsync_directory(chains)
-        self.wake = threading.Condition()  # guards the three fields below; notified by append and close
+        self.wake = threading.Condition()  # guards the three fields below; notified when there is something to do
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
         self._pending_since = 0.0
@@ -142,14 +143,12 @@ class ChainWriter:
         """
         with self._io:
             self._finish_seal()
-            if self._batch is None:
-                self._batch = self._take_pending()
-            if self._batch is None:
-                return
-            self._write_batch(self._batch)
-            self._batch = None
-            if self._file.offset >= self._segment_bytes:
-                self._roll()
+            while batch := self._batch or self._take_pending():
+                self._batch = batch
+                self._write_batch(batch)
+                self._batch = None
+                if self._file.offset >= self._segment_bytes:
+                    self._roll()
 
     def reclaim(self, finished: int) -> None:
         """Delete the oldest sealed segments that speak only of tickets below ``finished``."""
@@ -164,14 +163,15 @@ class ChainWriter:
         Raises:
             OSError: the file system refused; what was committed before stays valid.
         """
-        self.commit()
-        with self._io:
-            self._file.seal = self._seal(None)
-            self._put(self._file.seal, self._file.offset)
-        self.close()
+        try:
+            self.commit()
+            with self._io:
+                self._put(self._seal(None), self._file.offset)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Let go of the files, as a killed process would: what is not committed is lost. Once is enough, more is fine."""
+        """Let go of the files, as a killed process would: what is not committed is lost. Twice is once."""
         with self._io:
             for file in (self._file, self._next):
                 if file is not None and file.fd >= 0:
@@ -229,8 +229,12 @@ class ChainWriter:
 
     def _create_segment(self, number: int) -> _File:
         path = self.directory / segment_name(number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-        fsync_directory(self.directory)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE)  # it is there when an earlier try failed below
+        try:
+            fsync_directory(self.directory)
+        except OSError:
+            os.close(fd)
+            raise
         return _File(fd, number)
 
 
@@ -279,14 +283,14 @@ class GroupCommit:
         """End the thread; what it has not committed is left to the caller.
 
         Raises:
-            WaitTimeout: the file system has not answered for ``patience_s``.
+            WaitTimeout: the file system has not answered for STOP_S.
         """
         with self._chain.wake:
             self._stopping = True
             self._chain.wake.notify_all()
-        self._thread.join(self._patience_s)
+        self._thread.join(STOP_S)
         if self._thread.is_alive():
-            raise WaitTimeout(f"waited {self._patience_s:g} s for the file system to write {self._chain.directory}")
+            raise WaitTimeout(f"waited {STOP_S:g} s for the file system to write {self._chain.directory}")
 
     def _run(self) -> None:
         reclaimed = 0

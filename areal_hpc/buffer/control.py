@@ -7,11 +7,13 @@ grow within that chain. A writer believes it only where it is of the writer's ow
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence
-from areal_hpc.fs import RunDir, publish_json, read_if_listed, read_json
+from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -69,20 +71,24 @@ def publish_control(run: RunDir, control: Control) -> None:
 
 
 def read_control(run: RunDir, *, known: bool) -> Control | None:
-    """What CONTROL.json says now. None where there is none yet, or where another host's rename makes its name stale
-    for an instant: ask again.
+    """What CONTROL.json says now, or None where there is none yet or its name is stale for an instant: ask again.
 
     Args:
         known: it has been read before, so its name need not be looked for in the directory.
     """
     path = run.ring / "CONTROL.json"
-    try:
-        value = read_json(path) if known else read_if_listed(path)
-    except OSError as error:
-        if error.errno not in (errno.ESTALE, errno.ENOENT):
-            raise
-        return None
+    value = read_replaced(path) if known or path.name in os.listdir(path.parent) else None
     if value is None:
         return None
     slots = tuple(SlotControl.from_json(slot) for slot in value["slots"])
     return Control(epoch=value["epoch"], version=WeightVersion(*value["version"]), slots=slots)
+
+
+def read_replaced(path: Path) -> Any | None:
+    """A document that others replace by rename, or None where that makes its name stale here for an instant."""
+    try:
+        return read_json(path)
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT):
+            raise
+        return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, read_if_listed
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, read_if_listed, read_json
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -49,13 +49,29 @@ def newest_epoch(run: RunDir) -> int:
     return max((int(name[1:]) for name in names if re.fullmatch(r"e\d{8}", name)), default=0)
 
 
-def claim_epoch(run: RunDir, owner: Mapping[str, Any]) -> int:
-    """Take the next epoch; of many callers on any host each gets its own, and the highest owns the run."""
+def claim_epoch(run: RunDir, owner: Mapping[str, Any], *, after: int | None = None) -> int:
+    """Take the next epoch; of many callers on any host each gets its own, and the highest owns the run.
+
+    Raises:
+        RunDirError: ``after`` was the newest epoch when the caller decided to start, and is not any more.
+    """
     make_private_directory(_directory(run))
-    epoch = newest_epoch(run) + 1
-    while not create_exclusive(_directory(run) / f"e{epoch:08d}", json.dumps(dict(owner)).encode()):
+    epoch = (newest_epoch(run) if after is None else after) + 1
+    while not create_exclusive(_claim_path(run, epoch), json.dumps(dict(owner)).encode()):
+        if after is not None:
+            raise RunDirError(f"{run.root} was started by somebody else at the same moment; set another `name`")
         epoch += 1  # somebody was faster, or the listing was old
     return epoch
+
+
+def claimed_by(run: RunDir, epoch: int) -> dict[str, Any]:
+    """What the attempt that claimed ``epoch`` said about itself."""
+    owner: dict[str, Any] = read_json(_claim_path(run, epoch))
+    return owner
+
+
+def _claim_path(run: RunDir, epoch: int) -> Path:
+    return _directory(run) / f"e{epoch:08d}"
 
 
 def check_fence(run: RunDir, epoch: int) -> None:

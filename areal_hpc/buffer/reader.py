@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from areal_hpc.buffer.chain import ChainName, segment_name
-from areal_hpc.buffer.control import Control, SlotControl, publish_control
+from areal_hpc.buffer.control import Control, SlotControl, publish_control, read_replaced
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir, make_private_directory, read_json
+from areal_hpc.fs import RunDir, make_private_directory
 from areal_hpc.types import Drop, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -168,9 +169,9 @@ class RingReader:
         if now < self._next_discovery_s:
             return
         self._next_discovery_s = now + self._discover_s
-        entries = [name for name in os.listdir(self._registry) if name.endswith(".json") and name[0] != "."]
-        registered = (ChainName.parse(read_json(self._registry / entry)["chain"]) for entry in entries)
-        names = {*self._listed(), *(name for name in registered if name is not None)}
+        entries = [name for name in os.listdir(self._registry) if re.fullmatch(r"\d{5}\.json", name)]
+        registered = (read_replaced(self._registry / entry) for entry in entries)
+        names = {*self._listed(), *(ChainName(*entry["chain"]) for entry in registered if entry is not None)}
         for name in sorted(names):
             newer = name.slot not in self._newest or name > self._newest[name.slot]
             if name.epoch == self._epoch and name.slot < self._num_slots and newer:

@@ -23,7 +23,7 @@ from areal_hpc.fs import RunDir
 from areal_hpc.types import GroupRef, TrajectoryGroup
 
 T = TypeVar("T")
-WINDOW_BYTES = 1 << 16
+WINDOW_BYTES = 1 << 13
 TRIES = 4
 FIRST_PAUSE_S = 0.02
 

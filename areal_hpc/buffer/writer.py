@@ -67,11 +67,12 @@ class RingWriter:
     def _register(self, config: BufferConfig) -> ChainWriter:
         registry = make_private_directory(self._run.ring / "reg") / f"{self._slot:05d}.json"
         chains = make_private_directory(self._run.ring / "chains")
-        before = read_if_listed(registry) or {"epoch": 0, "incarnation": 0}
-        incarnation = before["incarnation"] + 1 if before["epoch"] == self._epoch else 0
+        entry = read_if_listed(registry)
+        before = ChainName(*entry["chain"]) if entry else None
+        incarnation = before.incarnation + 1 if before and before.epoch == self._epoch else 0
         name = ChainName.new(self._slot, self._epoch, incarnation)
         chain = ChainWriter(chains, name, int(config.segment_mb * (1 << 20)))
-        publish_json(registry, {"chain": str(name), "epoch": self._epoch, "incarnation": incarnation})
+        publish_json(registry, {"chain": name})
         return chain
 
     @property

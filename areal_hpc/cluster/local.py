@@ -3,8 +3,8 @@
 launcher (areal-hpc run)
 ├── generator-0 ...   own session each, so that Ctrl-C in a terminal reaches the launcher alone
 ├── rollout-0 ...     SIGTERM is the request to stop, SIGKILL the end of patience
-├── trainer-0 ...     a role whose launcher dies gets SIGTERM from the kernel
-└── evaluator-0
+├── trainer-0 ...
+└── evaluator-0       each of them stops by itself when its launcher is gone (see roles/process.py)
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from areal_hpc.fs import PRIVATE_FILE, AttemptDir, RunDir
 
+Process = subprocess.Popen[bytes]
+
 LAST_LINES = 15
+LAST_BYTES = 1 << 16
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KILL_RESERVE_S = 2.0
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class LocalLauncher:
         self.run = run
         self.attempt: AttemptDir = run.attempt(epoch)
         self.threads = threads
-        self.running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self.running: dict[tuple[str, int], Process] = {}
 
     def start(self, role: str, index: int) -> None:
         """Start one role; its output goes to its own log file."""
@@ -86,32 +91,37 @@ class LocalLauncher:
 
     def last_lines(self, role: str, index: int) -> str:
         """The end of a role's log, for the message that says why the run ended."""
-        lines = self.attempt.log(role, index).read_bytes().decode(errors="replace").splitlines()
+        with self.attempt.log(role, index).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-LAST_LINES:])
 
-    def stop(self, timeout_s: float) -> list[Ended]:
+    def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
         """End everything within ``timeout_s`` seconds: trainers first, since they still write a checkpoint.
 
         The engines and workers stay up until the trainers are gone, so that a weight update under way can end well.
+        ``at_once`` is asked all the while; when it says so, whatever still runs is killed.
         """
         deadline = time.monotonic() + timeout_s
-        ended = self._end(["trainer"], deadline - KILL_RESERVE_S)
-        return ended + self._end(["evaluator", "rollout", "generator"], deadline)
+        trainers = {key: process for key, process in self.running.items() if key[0] == "trainer"}
+        ended = self._end(trainers, deadline - KILL_RESERVE_S, at_once)
+        return ended + self._end(dict(self.running), deadline, at_once)
 
-    def _end(self, roles: list[str], deadline: float) -> list[Ended]:
-        mine = {key: process for key, process in self.running.items() if key[0] in roles}
-        for process in mine.values():
+    def _end(
+        self, processes: Mapping[tuple[str, int], Process], deadline: float, at_once: Callable[[], bool]
+    ) -> list[Ended]:
+        for process in processes.values():
             process.send_signal(signal.SIGTERM)
         ended = []
-        for (role, index), process in mine.items():
-            ended.append(Ended(role, index, _wait_or_kill(process, deadline)))
+        for (role, index), process in processes.items():
+            ended.append(Ended(role, index, _wait_or_kill(process, deadline, at_once)))
             del self.running[role, index]
         return ended
 
 
-def _wait_or_kill(process: subprocess.Popen[bytes], deadline: float) -> int:
-    try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the role leads a session of its own: its pool processes go with it
-        return process.wait()
+def _wait_or_kill(process: Process, deadline: float, at_once: Callable[[], bool]) -> int:
+    while time.monotonic() < deadline and not at_once():
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+    os.killpg(process.pid, signal.SIGKILL)  # the role leads a session of its own: what it started there goes with it
+    return process.wait()

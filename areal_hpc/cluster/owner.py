@@ -1,7 +1,7 @@
 """Who runs an attempt, said so that others can tell whether that process still lives.
 
 A pid alone lies: it is reused. The kernel's start time of the process, together with the boot it belongs to, makes it
-unique on a host; on another host only the beat counter can be watched, never a clock.
+unique on a host. What became of a process on another host cannot be told from here, least of all by a clock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ class Owner:
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
-    def here(self) -> bool:
-        """Whether it is a process of this host since its last boot."""
-        return self.host == socket.gethostname() and self.boot == _boot()
-
-    def lives(self) -> bool:
-        """Whether the process still runs; only meaningful where ``here`` is true."""
-        return start_ticks(self.pid) == self.start_ticks
+    def is_gone(self) -> bool:
+        """Whether the process has ended for certain. Of another host's nobody here can know, so it is not gone."""
+        if self.host != socket.gethostname():
+            return False
+        return self.boot != _boot() or start_ticks(self.pid) != self.start_ticks
 
 
 def start_ticks(pid: int) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from areal_hpc.config.algorithm import check_algorithm
+from areal_hpc.config.derived import model_ranks, ring_capacity
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
 from areal_hpc.errors import ConfigError
@@ -17,17 +18,6 @@ from areal_hpc.fs import NAME
 
 NOT_EMPTY = ("model.path", "prompts.train", "rollout.reward", "rollout.workflow", "run_root")
 DOTTED_PATH = re.compile(r"\w+(\.\w+)*:\w+")
-
-
-def ring_capacity(config: Config) -> int:
-    """Groups that may be outstanding at once. With a slot for each, no group gets older than ``max_staleness``."""
-    return (config.buffer.max_staleness + 1) * config.algorithm.groups_per_step
-
-
-def model_ranks(config: Config) -> int:
-    """Trainer ranks that hold one copy of the model."""
-    parallel = config.trainer.parallel
-    return parallel.tensor * parallel.pipeline * parallel.context
 
 
 def check_name(config: Config) -> Iterator[str]:

@@ -105,6 +105,7 @@ class EngineClient:
         self._initial = version
         self._http = Connection(f"engine {name}", url, token=token, connect_s=self.limits.connect_s)
         self._capabilities: Capabilities | None = None
+        self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
         self._has_sessions = True  # /begin_weight_update exists, until it answers 404
         self._in_session = False
@@ -133,15 +134,19 @@ class EngineClient:
 
     async def _probed(self) -> Capabilities:
         """The engine's capabilities, asked once for each life of it."""
-        if self._capabilities is None:
-            info = await self._described("/server_info", "/get_server_info")
-            model = await self._described("/model_info", "/get_model_info")
-            try:
-                self.version = version_number(model.get("weight_version"), self._initial)
-            except BadAnswer as error:
-                raise GenerationError(f"{self!r} cannot be used: {error}") from error
-            self._capabilities = Capabilities.read(info)
-        return self._capabilities
+        async with self._probing:
+            if self._capabilities is None:
+                self._capabilities = await self._describe()
+            return self._capabilities
+
+    async def _describe(self) -> Capabilities:
+        info = await self._described("/server_info", "/get_server_info")
+        model = await self._described("/model_info", "/get_model_info")
+        try:
+            self.version = version_number(model.get("weight_version"), self._initial)
+        except BadAnswer as error:
+            raise GenerationError(f"{self!r} cannot be used: {error}") from error
+        return Capabilities.read(info)
 
     async def _described(self, path: str, old_path: str) -> Mapping[str, Any]:
         status, answer = await self._http.call("GET", path, None, self.limits.admin_s)

@@ -80,6 +80,8 @@ class Connection:
             last = attempt == ATTEMPTS - 1
             try:
                 status, answer = await self.call("POST", path, body, limit_s)
+            except EngineRefused:
+                raise  # ``call`` has tried often enough
             except EngineLost:
                 if last:
                     raise

@@ -4,10 +4,12 @@ A member takes requests while its last sign of life was good and it serves the n
 One that breaks a connection, or is found behind, is out until a probe finds it healthy and up to date. A request is
 given to another engine only if the first never saw it; one that was lost on the way fails, and its caller decides.
 
-                 connection broken, refused, or weights behind
+                 connection broken or refused; found behind
         in  ------------------------------------------------->  out
         in  <-------------------------------------------------  out
                  probe: healthy and serving what is expected
+
+An engine that is behind missed an update and may be paused for good, so what it was asked is failed, not waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from areal_hpc.errors import GenerationError
@@ -46,6 +48,7 @@ class _Member:
     engine: Engine
     outstanding: int = 0  # tokens: prompts and budgets of its running requests
     trouble: str = ""  # why it is out
+    behind: asyncio.Event = field(default_factory=asyncio.Event)  # it missed an update
 
 
 class Router:
@@ -79,7 +82,7 @@ class Router:
             member.outstanding += cost
             self._serving[request.request_id] = member
             try:
-                return await member.engine.generate(request)
+                return await self._ask(member, request)
             except EngineLost as error:
                 self._put_out(member, str(error))
                 if not isinstance(error, EngineRefused):
@@ -88,17 +91,31 @@ class Router:
                 member.outstanding -= cost
                 del self._serving[request.request_id]
 
+    async def _ask(self, member: _Member, request: GenerationRequest) -> Completion:
+        asking = asyncio.ensure_future(member.engine.generate(request))
+        falling_behind = asyncio.ensure_future(member.behind.wait())
+        try:
+            await asyncio.wait({asking, falling_behind}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise EngineLost(f"engine {member.engine.name} was taken out while it ran a request: {member.trouble}")
+            return asking.result()
+        finally:
+            asking.cancel()
+            falling_behind.cancel()
+
     async def abort(self, request_id: str) -> None:
         """End a running request; its ``generate`` returns what there is. Nothing happens if it is not running."""
         if member := self._serving.get(request_id):
             await member.engine.abort(request_id)
 
-    def expect(self, version: int) -> None:
-        """Give requests only to engines that serve ``version`` or newer: call it when that is published."""
+    async def expect(self, version: int) -> None:
+        """Give requests only to engines that serve ``version`` or newer: call it when that is published.
+
+        Engines not known to do so are asked; meanwhile they serve on.
+        """
         self._expected = max(self._expected, version)
-        for member in self._members:
-            if not member.trouble and member.engine.version < self._expected:
-                self._put_out(member, f"serves version {member.engine.version}, expected {self._expected}")
+        unknown = [m for m in self._members if not m.trouble and m.engine.version < self._expected]
+        await asyncio.gather(*(self._probe(member) for member in unknown))
 
     def outstanding(self) -> dict[str, int]:
         """Outstanding tokens by engine name."""
@@ -148,7 +165,11 @@ class Router:
         try:
             version = await member.engine.probe()
         except GenerationError as error:
-            member.trouble = str(error)
+            self._put_out(member, str(error))
             return
-        behind = version < self._expected
-        member.trouble = f"serves version {version}, expected {self._expected}" if behind else ""
+        if version < self._expected:
+            self._put_out(member, f"it serves version {version} where {self._expected} is expected")
+            member.behind.set()
+        else:
+            member.trouble = ""
+            member.behind.clear()

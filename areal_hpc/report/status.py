@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,7 +74,7 @@ def _state_text(attempt: AttemptDir) -> str:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
-    if owner.host != socket.gethostname() or (owner.here and owner.lives()):
+    if not owner.is_gone():
         return f"running, {where}"
     return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
 

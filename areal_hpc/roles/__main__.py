@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from pathlib import Path
 
-from areal_hpc.roles.process import EXIT_STOPPED, StopRequested, enter
+from areal_hpc.errors import UserError
+from areal_hpc.roles.process import EXIT_STOPPED, EXIT_USER_ERROR, StopRequested, enter
+
+log = logging.getLogger(__name__)
 
 ROLES = ("trainer", "generator", "rollout", "evaluator")
 
@@ -20,6 +24,9 @@ def main(arguments: list[str]) -> int:
         code: int = module.main(process)
     except StopRequested:
         code = EXIT_STOPPED
+    except UserError as error:
+        log.critical("%s", error)
+        code = EXIT_USER_ERROR
     finally:
         process.recorder.close()
     return code

@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.errors import GenerationError, RewardError
@@ -21,7 +20,7 @@ from areal_hpc.fs import publish_json
 from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
-from areal_hpc.types import Prompt, Trajectory
+from areal_hpc.types import Prompt, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +46,34 @@ def main(process: RoleProcess) -> int:
 
 
 async def _watch(process: RoleProcess) -> bool:
-    """Evaluate what is due until the last step's result is there (True) or a stop request comes (False)."""
+    """Evaluate what is due until the last step has its result (True) or a stop request comes (False)."""
+    async with make_evaluation(process) as parts:
+        working = asyncio.create_task(_evaluate_all(process, parts))
+        stopping = asyncio.create_task(process.watch_stop())
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait((working, stopping))
+        if working.cancelled():
+            return False
+        working.result()
+        return True
+
+
+async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
     config, total = process.config.evaluation, process.config.trainer.total_steps
-    async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(make_evaluation(process))
-        done: set[int] | None = None
-        while done is None or total not in done:
-            version = parts.newest_version()
-            if version is not None:
-                done = parts.evaluated() if done is None else done
-                if (step := due(version, config, total, done)) is not None:
-                    await _evaluate(process, parts, step)
-                    done.add(step)
-            if process.stopping():
-                return False
+    while (version := parts.newest_version()) is None:  # noqa: ASYNC110  the trainer says it, in a file
+        await asyncio.sleep(POLL_S)
+    done = parts.evaluated()
+    while True:
+        if (step := due(version, config, total, done)) is not None:
+            await _evaluate(process, parts, step)
+            done.add(step)
+        elif version >= total:
+            return
+        else:
             await asyncio.sleep(POLL_S)
-    return True
+        version = parts.newest_version() or version
 
 
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:
@@ -71,7 +82,7 @@ async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> 
     answers: list[Sequence[Trajectory]] = [()] * len(prompts)
     for attempt in range(process.config.rollout.attempts):
         missing = [n for n, answer in enumerate(answers) if not answer]
-        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n]) for n in missing)
+        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n], parts.sampling(n, attempt)) for n in missing)
         for n, answer in zip(missing, await asyncio.gather(*again), strict=True):
             answers[n] = answer
     result = _result(step, answers, time.monotonic() - began, len(parts.prompts))
@@ -79,14 +90,14 @@ async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> 
     process.recorder.record("evaluation", result)
 
 
-async def _answer(parts: EvaluationParts, name: str, prompt: Prompt) -> Sequence[Trajectory]:
+async def _answer(parts: EvaluationParts, name: str, prompt: Prompt, sampling: Sampling) -> Sequence[Trajectory]:
     """One answer; nothing where the engine or the reward failed, which is tried again and never scored 0."""
     episode = Episode(
         id=f"{parts.prefix}-{name}",
         generator=parts.generator,
         renderer=parts.renderer,
         score=parts.score,
-        sampling=parts.sampling,
+        sampling=sampling,
         max_tokens=parts.max_tokens,
     )
     try:

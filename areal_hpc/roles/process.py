@@ -1,16 +1,18 @@
 """What every role process has: its place in the run, a stop flag that signals only raise, records, and an endpoint.
 
 A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH``); it never guesses.
-Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), anything else is a failure.
+Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
+line is in the log), anything else is a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +20,16 @@ from typing import Any
 
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, wait_for
+from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
 
+log = logging.getLogger(__name__)
+
 EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
-PR_SET_PDEATHSIG = 1
+LAUNCHER_POLL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,19 +95,30 @@ def enter(role: str, index: int, root: Path, epoch: int) -> RoleProcess:
     stop_flag = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop_flag.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
     setup_logging(role, index)
     token = run.token.read_text(encoding="ascii")
     add_secret(token)
     config = load([run.config], [])
+    _stop_without(read_json(run.attempt(epoch).state)["pid"], stop_flag, config.limits.stop_s)
     recorder = Recorder(run.attempt(epoch).records(role, index), role=role, index=index, epoch=epoch)
     return RoleProcess(
         role=role, index=index, run=run, epoch=epoch, config=config, token=token, recorder=recorder, stop_flag=stop_flag
     )
 
 
-def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, however it dies (prctl(2)); a no-op off Linux."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _stop_without(launcher: int, stop_flag: threading.Event, grace_s: float) -> None:
+    """Raise the stop flag when process ``launcher`` is not our parent any more, and end here ``grace_s`` later.
+
+    A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
+    died before this process could ask the kernel for a signal.
+    """
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_POLL_S)
+        stop_flag.set()
+        time.sleep(grace_s)
+        log.critical("the launcher is gone, and this process did not stop in %g s: ended by force", grace_s)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -7,8 +7,6 @@ import asyncio
 from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import make_rollout
 
-WATCH_S = 15.0
-
 
 def main(process: RoleProcess) -> int:
     asyncio.run(_roll(process))

@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 def main(process: RoleProcess) -> int:
     ranks = join_ranks(process)
     backend = make_backend(process, ranks)
-    parent = _resume(process, ranks, backend)
-    start_step = 0 if parent is None else parent.version.step
+    parent, start_step = _resume(process, ranks, backend)
     with asyncio.Runner() as loop_runner:
         side = make_trainer_side(process, parent) if ranks.leads else None
         member = Member(process=process, ranks=ranks, backend=backend, side=side, runner=loop_runner)
@@ -54,19 +53,22 @@ def main(process: RoleProcess) -> int:
     return EXIT_DONE if finished else EXIT_STOPPED
 
 
-def _resume(process: RoleProcess, ranks: Ranks, backend: TrainerBackend) -> checkpoint.Checkpoint | None:
-    """Load the newest checkpoint of the surviving history on every rank; None for a fresh start."""
+def _resume(process: RoleProcess, ranks: Ranks, backend: TrainerBackend) -> tuple[checkpoint.Checkpoint | None, int]:
+    """Load the newest checkpoint of the surviving history on every rank; the checkpoint, on rank 0, and its step.
+
+    Rank 0 alone verifies it: that reads the whole of it.
+    """
     found = None
     if ranks.leads:
         checkpoint.sweep(process.run, process.epoch)
         found = checkpoint.newest(process.run, load_lineage(process.run, process.epoch))
-    path = ranks.share(None if found is None else str(found.path))
+    path, step = ranks.share((None, 0) if found is None else (str(found.path), found.version.step))
     if path is None:
         log.info("fresh start from %s", process.config.model.path)
-        return None
-    backend.load(path)
-    log.info("resumed from %s", path)
-    return found if ranks.leads else checkpoint.verify(Path(path))
+    else:
+        backend.load(path)
+        log.info("resumed from %s", path)
+    return found, step
 
 
 def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop:
@@ -145,7 +147,7 @@ class Member:
             wait_for(
                 "the evaluation of the start weights",
                 lambda: self.process.stopping() or 0 in self.process.run.evaluated_steps(),
-                self.process.config.limits.start_s,
+                self.process.config.limits.starve_s,  # an episode's time limit is below it
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )
         self.ranks.barrier()

@@ -259,7 +259,9 @@ def load_model(path: Path) -> Any:
         DataError, ConfigError: see ``ReferenceBackend``.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log file is no terminal
     if not (path / "config.json").is_file():
         raise DataError(f"{path} holds no config.json; set model.path to a Hugging Face checkpoint directory")
     loaded: Any = AutoModelForCausalLM.from_pretrained(

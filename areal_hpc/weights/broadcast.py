@@ -75,7 +75,8 @@ class BroadcastTransport:
             ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each.
 
         Raises:
-            WeightUpdateError: names the engines at fault; the others are paused. Also if there are none.
+            WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
+                was the resuming that failed: then they serve ``version``.
         """
         start = time.monotonic()
         stream = iter(weights)
@@ -143,7 +144,14 @@ class BroadcastTransport:
         """
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
-        await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for task in (mine, *calls):
+                task.cancel()
+            await asyncio.gather(mine, *calls, return_exceptions=True)
+            self._abandon_group()  # its members are in the middle of something
+            raise
         if any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
             own_error = mine.exception()

@@ -59,7 +59,7 @@ class DiskTransport:
     ) -> None:
         assert keep >= 1, "the version being served must stay"
         self.membership = Membership(targets, timeout_s)
-        self._directory = make_private_directory(directory)
+        self._directory = make_private_directory(directory.absolute())
         self._epoch = epoch
         self._keep = keep
         self._file_bytes = file_bytes
@@ -69,7 +69,7 @@ class DiskTransport:
         """Bring every member to ``version``; see ``BroadcastTransport.publish``.
 
         Raises:
-            WeightUpdateError: names the engines at fault; the others are paused. Also if there are none.
+            WeightUpdateError: as there.
             OSError: the version could not be written; every engine samples on as it was.
         """
         start = time.monotonic()

@@ -4,7 +4,7 @@
     members <------- admit -----------  anyone      a new engine, or one that was restarted
 
 A failed update is not resumed: the members that are left stay paused, with weights that may be half new, until a
-publish goes through. So an update either ends with every member on the new version, or it raises and nobody samples.
+publish goes through. Nobody samples with new weights before every member has taken them whole.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ class Membership:
         self.changes += 1
         left = ", ".join(member.name for member in self.members) or "none"
         raise WeightUpdateError(
-            f"{'; '.join(reasons.values())}. Engines left: {left}, all paused; publish again to bring them up to date"
+            f"{'; '.join(reasons.values())}. Engines left: {left}; publish again to bring them up to date"
         )

@@ -198,7 +198,7 @@ def test_more_writers_than_slots_is_refused_with_what_to_do(make: Make) -> None:
 
 
 def test_the_oldest_come_first_and_a_late_one_is_waited_for(make: Make) -> None:
-    """Bound 1, one group a step. The slow ticket of version 0 must go into the step at version 1, so that step waits."""
+    """Bound 1, one group a step. The slow ticket of version 0 must go into the step at version 1: it waits."""
     store = make(2, 1, 1)
     (writer,) = begin(store, 0)
     slow = writer.try_reserve(0)
@@ -216,7 +216,7 @@ def test_the_oldest_come_first_and_a_late_one_is_waited_for(make: Make) -> None:
 
 
 def test_two_late_ones_that_share_one_last_step_are_waited_for_in_time(make: Make) -> None:
-    """Bound 2, one group a step: at version 1 both slow ones are still young enough, but only one fits into version 2."""
+    """Bound 2, one group a step: at version 1 both slow ones are young enough, but only one fits into version 2."""
     store = make(3, 2, 1)
     (writer,) = begin(store, 0)
     slow = [writer.try_reserve(position) for position in (0, 1)]

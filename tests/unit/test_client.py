@@ -233,6 +233,30 @@ def test_D15_an_abort_that_does_nothing_is_an_error() -> None:
     drive(engine, scenario, limits=Limits(admin_s=0.3))
 
 
+def test_D15_a_pause_that_ends_no_request_is_found_before_the_engine_goes_on() -> None:
+    engine = FakeEngine(info={"version": "0.5.17"}, sessions=False, spans=False, token_s=0.001, deaf_to_abort=True)
+
+    async def scenario(client: EngineClient) -> None:
+        asking = asyncio.create_task(client.generate(request(100_000)))
+        await until(lambda: engine.runs)
+        with pytest.raises(WeightUpdateError, match="pending"):
+            await update(client)
+        assert engine.frozen
+        asking.cancel()
+
+    drive(engine, scenario)
+
+
+def test_an_engine_is_asked_once_what_it_can_do() -> None:
+    engine = FakeEngine()
+
+    async def scenario(client: EngineClient) -> None:
+        await asyncio.gather(*(client.generate(request(request_id=str(k))) for k in range(5)))
+
+    drive(engine, scenario)
+    assert engine.paths().count("/server_info") == 1
+
+
 UPDATE = [
     "/pause_generation",
     "/begin_weight_update",

@@ -70,6 +70,14 @@ def test_E2_the_distribution_is_the_one_that_is_sampled(setting: tuple[float, in
         np.testing.assert_allclose(sampled.logprobs.numpy(), np.log(expected)[sampled.token_ids.numpy()], atol=1e-5)
 
 
+@pytest.mark.parametrize(("top_p", "num"), [(0.495, 1), (0.505, 2), (0.745, 2), (0.755, 3), (0.999, 4)])
+def test_top_p_keeps_the_token_that_crosses_it_and_none_after(top_p: float, num: int) -> None:
+    logits = torch.tensor([[0.125, 0.5, 0.25, 0.125]]).log()
+    sampled = sample(logits, columns(1, top_k=4, top_p=top_p), np.array([0.5]))
+    assert int(torch.isfinite(sampled.distribution).sum()) == num
+    assert torch.isfinite(sampled.distribution[0, 1])
+
+
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30),
     temperature=st.floats(0.1, 3.0),

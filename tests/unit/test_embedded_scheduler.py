@@ -386,8 +386,13 @@ def test_D23_logits_that_are_not_finite_fail_their_request_and_leave_nothing_beh
     with pytest.raises(GenerationError, match="not finite"):
         sequence.done.result(LIMIT_S)
     load(engine, models["old"][0], "1", flush_cache=True)
-    [short] = complete(engine, one(engine, PROMPT, FREE))  # in the same row, whose rest must not poison it
-    assert_logprobs(short, expected_logprobs(models["old"][1], short))
+    # The short one gets the same row. Once a longer one decodes beside it, what lies behind its end is multiplied by 0.
+    short, long = one(engine, PROMPT, FREE), one(engine, tuple(range(120)), FREE)
+    at_token(short, 2, lambda: engine.scheduler.submit([long]))
+    complete(engine, short)
+    long.done.result(LIMIT_S)
+    for sequence in (short, long):
+        assert_logprobs(sequence, expected_logprobs(models["old"][1], sequence))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -121,7 +121,10 @@ def test_E3_what_the_engine_does_not_do_is_refused_by_name(model: Path) -> None:
         ("top_k", 0),
         ("min_p", 2),
         ("stop", ["a", ""]),
+        ("stop", 5),
         ("stop_token_ids", [999]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", "yes"),
         ("sampling_seed", -1),
     ]
     fields: list[dict[str, Any]] = [
@@ -135,7 +138,11 @@ def test_E3_what_the_engine_does_not_do_is_refused_by_name(model: Path) -> None:
         {"input_ids": [272]},
         {"input_ids": [1] * 2048},
         {"input_ids": [[1], [2]], "rid": ["only one"]},
+        {"input_ids": 5},
+        {"input_ids": [[1], 2]},
         {"logprob_start_len": 20},
+        {"logprob_start_len": "all"},
+        {"sampling_params": [5]},
     ]
 
     async def use(api: Api) -> None:

@@ -75,19 +75,32 @@ class SamplingParams:
         if refused:
             raise DataError(f"sampling_params {sorted(refused)} are not supported here; leave them out")
         values = {key: value for key, value in given.items() if key in known and value is not None}
-        for key in values.keys() & {"n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}:
-            _require(isinstance(values[key], int), f"{key} must be an integer")
-        for key in values.keys() & {"temperature", "top_p", "min_p"}:
-            _require(isinstance(values[key], int | float), f"{key} must be a number")
-        stop = values.get("stop", ())
-        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if isinstance(values.get("stop"), str):
+            values["stop"] = [values["stop"]]
+        for key, value in values.items():
+            _check_kind(key, value)
+        values["stop"] = tuple(values.get("stop", ()))
         values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
         return cls(**values)
 
 
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise DataError(f"sampling_params: {rule}")
+NUMBERS = ("temperature", "top_p", "min_p")
+FLAGS = ("ignore_eos", "skip_special_tokens", "no_stop_trim")
+LISTS = {"stop": str, "stop_token_ids": int}
+
+
+def _check_kind(key: str, value: Any) -> None:
+    if key in LISTS:
+        fits = isinstance(value, list) and all(isinstance(item, LISTS[key]) for item in value)
+        kind = f"a list of {LISTS[key].__name__}"
+    elif key in FLAGS:
+        fits, kind = isinstance(value, bool), "true or false"
+    elif key in NUMBERS:
+        fits, kind = isinstance(value, int | float), "a number"
+    else:
+        fits, kind = isinstance(value, int), "an integer"
+    if not fits:
+        raise DataError(f"sampling_params: {key} must be {kind}")
 
 
 TokenLogprob = tuple[float, int]
@@ -146,8 +159,6 @@ class Sequence:
     def begin_version(self, version: str) -> None:
         """Tokens from here on are sampled by weights ``version``."""
         self.version = version
-        if self.starts and self.starts[-1][1] == len(self.token_ids):
-            self.starts.pop()
         if not self.starts or self.starts[-1][0] != version:
             self.starts.append((version, len(self.token_ids)))
 

@@ -45,21 +45,28 @@ def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateReques
     if refused:
         raise DataError(f"fields {refused} are not supported by the embedded engine; leave them out")
     prompts, batched = _prompts(body, text)
-    params = _for_each(body.get("sampling_params") or {}, len(prompts), Mapping, "sampling_params")
+    params = _for_each(body.get("sampling_params") or {}, len(prompts), dict, "sampling_params")
     parsed = tuple(SamplingParams.parse(given) for given in params)
-    start = body.get("logprob_start_len", -1)
+    start, num_top = _integer(body, "logprob_start_len", -1), _integer(body, "top_logprobs_num", 0)
     return_logprob = bool(body.get("return_logprob", False))
     return GenerateRequest(
         prompts=prompts,
         request_ids=_request_ids(body.get("rid"), len(prompts), batched),
         params=parsed,
         return_logprob=return_logprob,
-        logprob_start=None if start in (-1, None) or not return_logprob else int(start),
-        num_top=int(body.get("top_logprobs_num") or 0) if return_logprob else 0,
+        logprob_start=start if return_logprob and start != -1 else None,
+        num_top=num_top if return_logprob else 0,
         text_in_logprobs=bool(body.get("return_text_in_logprobs", False)),
         stream=bool(body.get("stream", False)),
         single=not batched and parsed[0].n == 1,
     )
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int) -> int:
+    value = body.get(name)
+    if value is not None and not isinstance(value, int):
+        raise DataError(f"{name} must be an integer")
+    return default if value is None else value
 
 
 def _prompts(body: Mapping[str, Any], text: Text | None) -> tuple[tuple[tuple[int, ...], ...], bool]:
@@ -72,16 +79,16 @@ def _prompts(body: Mapping[str, Any], text: Text | None) -> tuple[tuple[tuple[in
         batched = not isinstance(body["text"], str)
         given = [text.encode(one) for one in (body["text"] if batched else [body["text"]])]
     else:
-        batched = bool(given) and isinstance(given[0], list)
+        batched = isinstance(given, list) and bool(given) and isinstance(given[0], list)
         given = given if batched else [given]
-    if not all(isinstance(token_id, int) for prompt in given for token_id in prompt):
+    if not all(isinstance(prompt, list) and all(isinstance(token_id, int) for token_id in prompt) for prompt in given):
         raise DataError("input_ids must be a list of integers or a list of such lists")
     return tuple(tuple(prompt) for prompt in given), batched
 
 
 def _for_each(value: Any, num: int, single: type, name: str) -> list[Any]:
-    values = [value] * num if isinstance(value, single) else list(value)
-    if len(values) != num:
+    values = value if isinstance(value, list) else [value] * num
+    if len(values) != num or not all(isinstance(one, single) for one in values):
         raise DataError(f"{name} must be one for all or one for each of the {num} prompts")
     return values
 

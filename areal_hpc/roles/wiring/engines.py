@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_hpc.config.derived import engine_ranks
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.generation.client import EngineClient, Limits
@@ -114,7 +115,7 @@ def make_clients(process: RoleProcess) -> list[EngineClient]:
         EngineClient(
             f"{role}-{index}",
             process.endpoint_of(role, index)["url"],
-            num_ranks=config.generation.tensor_parallel * config.generation.pipeline_parallel,
+            num_ranks=engine_ranks(config),
             token=process.token,
             limits=limits,
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.writer import RingWriter
-from areal_hpc.config.checks import ring_capacity
-from areal_hpc.config.schema import SamplingConfig
+from areal_hpc.config.derived import ring_capacity
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import WaitTimeout
 from areal_hpc.fs import read_json
@@ -20,24 +19,29 @@ from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
 from areal_hpc.protocols import Generator, Renderer, Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.engines import dotted, make_clients
+from areal_hpc.rollout.episodes import derive_seed, sampling
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
-from areal_hpc.types import Prompt, Sampling
+from areal_hpc.types import Completion, GenerationRequest, Prompt, Sampling
 from areal_hpc.watermark import Watermark
 
 POLL_S = 0.05
 
 
-def sampling_of(config: SamplingConfig, temperature: float | None = None) -> Sampling:
-    return Sampling(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature if temperature is None else temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-    )
+class Pinned:
+    """A ``Generator`` that pins the newest published version before a request is sent: no engine behind it answers."""
+
+    def __init__(self, router: Router, published: Callable[[], int]) -> None:
+        self._router, self._published, self._pinned = router, published, 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        if (version := self._published()) > self._pinned:
+            self._pinned = version
+            await self._router.expect(version)
+        return await self._router.generate(request)
+
+    async def close(self) -> None:
+        await self._router.close()
 
 
 @asynccontextmanager
@@ -73,7 +77,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             stream=stream,
             writer=writer,
             workflow=workflow,
-            generator=router,
+            generator=Pinned(router, lambda: writer.version.step),
             renderer=renderer,
             score=pool.score,
             config=config.rollout,
@@ -116,7 +120,8 @@ class EvaluationParts:
     renderer: Renderer
     score: Callable[[str, Prompt], Awaitable[float]]
     workflow: Workflow
-    sampling: Sampling
+    sampling: Callable[[int, int], Sampling]
+    """Of a sample by its number and attempt: the same in every evaluation, so that two differ by their weights only."""
     max_tokens: int
     prefix: str
     newest_version: Callable[[], int | None]
@@ -141,7 +146,10 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
             renderer=ChatRenderer(config.model.path),
             score=pool.score,
             workflow=dotted(config.rollout.workflow, "rollout.workflow")(),
-            sampling=sampling_of(config.rollout.sampling, config.evaluation.temperature),
+            sampling=lambda number, attempt: replace(
+                sampling(config.rollout.sampling, derive_seed(config.seed, number, 0, attempt)),
+                temperature=config.evaluation.temperature,
+            ),
             max_tokens=config.model.max_tokens,
             prefix=f"a{process.epoch}",
             newest_version=lambda: _newest_version(process),

@@ -10,7 +10,7 @@ from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
-from areal_hpc.config.checks import ring_capacity
+from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import TrainerBackendName, TransportName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import RunDir
@@ -57,11 +57,10 @@ def join_ranks(process: RoleProcess) -> Ranks:
 
     device = accelerator.detect()
     timeout_s = config.limits.start_s + config.limits.starve_s
-    store = None
-    if process.index == 0:
-        store = host_store(LOOPBACK, timeout_s=timeout_s)
-        process.publish_endpoint({"host": LOOPBACK, "port": store.port})
-    endpoint = process.endpoint_of("trainer", 0)
+    store = host_store(LOOPBACK, timeout_s=timeout_s) if process.index == 0 else None
+    process.publish_endpoint({} if store is None else {"host": LOOPBACK, "port": store.port})
+    # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
+    endpoint, *_ = [process.endpoint_of("trainer", rank) for rank in range(config.trainer.ranks)]
     address = GroupAddress(
         host=endpoint["host"],
         port=endpoint["port"],

@@ -1,0 +1,37 @@
+"""What can be found wrong before a run directory exists and before the first process starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import DataError
+from areal_hpc.prompts import check_rows, first_prompts, open_dataset
+from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.rollout.reward_pool import RewardPool
+
+
+def preflight(config: Config) -> None:
+    """Open, import and make what the processes of the run will need; what takes longest comes last.
+
+    Raises:
+        DataError: a data set, one of its rows, or the model directory cannot be used.
+        ConfigError: the workflow, the reward or the model's maker cannot be imported.
+    """
+    check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
+    if config.evaluation.every_steps:
+        evaluation = open_dataset(config.prompts, "eval", config.seed)
+        if not first_prompts(evaluation, config.prompts, config.evaluation.num_prompts):
+            raise DataError(f"prompts.eval: {config.prompts.eval} has no rows; give a data set that has some")
+    dotted(config.rollout.workflow, "rollout.workflow")
+    asyncio.run(_load_reward(config))
+    make_model(config)
+
+
+async def _load_reward(config: Config) -> None:
+    """In a process of its own, as the run will: it is a stranger's code."""
+    pool = RewardPool(config.rollout.reward, workers=1, timeout_s=config.rollout.reward_timeout_s)
+    try:
+        await pool.start()
+    finally:
+        await pool.close()

@@ -1,0 +1,365 @@
+"""Chains: what a reader may see of a log that is being written, cut, filled with zeros, or refused by the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from areal_hpc.buffer import scan
+from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
+from areal_hpc.buffer.records import RecordType, frame
+from areal_hpc.buffer.scan import ChainReader
+from areal_hpc.errors import RunDirError
+
+LARGE = 1 << 30
+
+
+@pytest.fixture
+def chains(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "FIRST_PAUSE_S", 0.0)
+
+
+def new_chain(chains: Path, segment_bytes: int = LARGE) -> ChainWriter:
+    return ChainWriter(chains, ChainName.new(0, 1, 0), segment_bytes)
+
+
+def put(chain: ChainWriter, *tickets: int, size: int = 10) -> None:
+    """One commit of a record for each ticket."""
+    for ticket in tickets:
+        chain.append(RecordType.DATA, ticket, {}, bytes([ticket % 256]) * size)
+    chain.commit()
+
+
+def tickets(reader: ChainReader, *, last: bool = False) -> list[int]:
+    return [record.meta["ticket"] for record in reader.poll(last=last)]
+
+
+def segments(chain: ChainWriter) -> list[str]:
+    return sorted(os.listdir(chain.directory))
+
+
+def test_names_are_their_text_and_never_come_back() -> None:
+    name = ChainName.new(3, 2, 1)
+    assert ChainName.parse(str(name)) == name
+    assert str(name).startswith("00003.00000002.000001.")
+    assert ChainName.new(3, 2, 1) != name
+    assert ChainName.parse("00003.00000002.000001") is None
+    assert ChainName.parse("../x") is None
+
+
+def test_the_order_in_which_things_reach_the_disk(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step makes the one before it durable first; a power cut between any two leaves a log that can be read."""
+    log: list[str] = []
+    pwrite, fdatasync, fsync, open_ = os.pwrite, os.fdatasync, os.fsync, os.open
+
+    def logged(what: str) -> None:
+        log.append(what)
+
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: (logged(RecordType(bytes(data)[5]).name), pwrite(fd, data, at))[1]
+    )
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (logged("sync file"), fdatasync(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (logged("sync directory"), fsync(fd))[1])
+    monkeypatch.setattr(
+        os,
+        "open",
+        lambda path, flags, *mode: (logged("create") if flags & os.O_CREAT else None, open_(path, flags, *mode))[1],
+    )
+    chain = new_chain(chains, segment_bytes=1)
+    assert log == ["sync directory", "create", "sync directory"]  # the chain's name, then its first segment
+    log.clear()
+    put(chain, 0, 1)
+    data, commit, seal = ["DATA", "sync file"], ["COMMIT", "sync file"], ["SEAL", "sync file"]
+    assert log == [*data, *commit, "create", "sync directory", *seal]
+    log.clear()
+    chain.end()
+    assert log == seal
+
+
+def test_records_are_seen_once_and_only_after_their_commit(chains: Path) -> None:
+    chain = new_chain(chains)
+    reader = ChainReader(chains, chain.name)
+    chain.append(RecordType.DATA, 0, {}, b"x")
+    assert tickets(reader) == []
+    chain.commit()
+    assert tickets(reader) == [0]
+    put(chain, 1, 2)
+    assert tickets(reader) == [1, 2]
+    assert tickets(reader) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=12), cut=st.floats(0, 1), zeros=st.booleans())
+def test_a_cut_log_shows_whole_commits_only(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cut: float, zeros: bool
+) -> None:
+    """The file cut anywhere, as a crash or a page that has not arrived would; or with zeros from there on."""
+    chains = tmp_path_factory.mktemp("chains")
+    chain = new_chain(chains)
+    ends, per_commit = [], []
+    for start in range(0, len(sizes), 2):
+        batch = range(start, min(start + 2, len(sizes)))
+        for ticket in batch:
+            chain.append(RecordType.DATA, ticket, {}, b"x" * sizes[ticket])
+        chain.commit()
+        ends.append((chain.directory / "00000000.seg").stat().st_size)
+        per_commit.append(list(batch))
+    path = chain.directory / "00000000.seg"
+    whole = path.read_bytes()
+    length = int(cut * len(whole))
+    path.write_bytes(whole[:length] + (bytes(len(whole) - length) if zeros else b""))
+    reader = ChainReader(chains, chain.name)
+    padding = 7 if zeros else 0  # zeros in the place of the COMMIT's padding are the COMMIT itself
+    whole_commits = [batch for batch, end in zip(per_commit, ends, strict=True) if end - padding <= length]
+    assert tickets(reader) == [ticket for batch in whole_commits for ticket in batch]
+    path.write_bytes(whole)
+    reader_after = ChainReader(chains, chain.name)
+    assert tickets(reader_after) == list(range(len(sizes)))
+    chain.close()
+
+
+def test_a_hole_of_zeros_is_waited_for(chains: Path) -> None:
+    """Pages may arrive out of order: the end of a commit before its beginning."""
+    chain = new_chain(chains)
+    put(chain, 0)
+    put(chain, 1)
+    path = chain.directory / "00000000.seg"
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    reader = ChainReader(chains, chain.name)
+    path.write_bytes(bytes(half) + whole[half:])
+    assert tickets(reader) == []
+    path.write_bytes(whole)
+    assert tickets(reader) == [0, 1]
+
+
+def test_a_record_out_of_sequence_is_not_read(chains: Path) -> None:
+    chain = new_chain(chains)
+    put(chain, 0)
+    with (chain.directory / "00000000.seg").open("ab") as file:
+        file.write(frame(RecordType.DATA, 9, chain.name.owner, {"ticket": 1}))
+        file.write(frame(RecordType.COMMIT, 10, chain.name.owner, {}))
+    assert tickets(ChainReader(chains, chain.name)) == [0]
+
+
+def test_segments_roll_and_a_seal_names_one_that_exists(chains: Path) -> None:
+    chain = new_chain(chains, segment_bytes=300)  # two commits
+    reader = ChainReader(chains, chain.name)
+    seen = []
+    for ticket in range(6):
+        put(chain, ticket, size=100)
+        seen += tickets(reader)
+    assert seen == list(range(6))
+    assert len(segments(chain)) == 4
+    chain.end()
+    assert tickets(reader) == [] and reader.ended
+
+
+def test_bodies_larger_than_the_window_are_skipped(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = new_chain(chains)
+    put(chain, 0, 1, size=1 << 20)
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: read.append(size) or pread(fd, size, offset))
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1]
+    assert sum(read) < 1 << 19
+
+
+def test_reclaim_deletes_whole_finished_segments_from_the_front(chains: Path) -> None:
+    chain = new_chain(chains, segment_bytes=200)
+    put(chain, 0, 1, size=100)
+    put(chain, 2, 3, size=100)
+    put(chain, 1, 4, size=100)
+    assert len(segments(chain)) == 4
+    chain.reclaim(1)
+    assert len(segments(chain)) == 4
+    chain.reclaim(4)
+    assert segments(chain) == ["00000002.seg", "00000003.seg"]
+    chain.reclaim(5)
+    assert segments(chain) == ["00000003.seg"]
+
+
+def test_a_reader_of_an_old_chain_begins_where_it_was_reclaimed_to_and_jumps_a_gap(chains: Path) -> None:
+    chain = new_chain(chains, segment_bytes=100)
+    for ticket in range(5):
+        put(chain, ticket, size=100)
+    chain.reclaim(1)
+    (chain.directory / "00000002.seg").unlink()
+    assert tickets(ChainReader(chains, chain.name)) == [1]
+    assert tickets(ChainReader(chains, chain.name), last=True) == [1, 3, 4]
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_stale_handle_is_opened_again(chains: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    chain = new_chain(chains)
+    put(chain, 0)
+    pread, failures = os.pread, [2]
+
+    def failing(fd: int, size: int, offset: int) -> bytes:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(error, os.strerror(error))
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    reader = ChainReader(chains, chain.name)
+    assert tickets(reader) == [0]
+    failures[0] = 99
+    with pytest.raises(OSError, match=os.strerror(error)):
+        reader.poll()
+
+
+class Disk:
+    """os.pwrite and os.fdatasync that fail, or write short, when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error, self.calls, self.fail_from, self.short = 0, 0, 0, False
+        self._pwrite, self._fdatasync = os.pwrite, os.fdatasync
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        monkeypatch.setattr(os, "fdatasync", self.fdatasync)
+
+    def check(self) -> None:
+        self.calls += 1
+        if self.error and self.calls > self.fail_from:
+            raise OSError(self.error, os.strerror(self.error))
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        self.check()
+        return self._pwrite(fd, data[: max(1, len(data) // 2)] if self.short else data, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self.check()
+        self._fdatasync(fd)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    yield Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("fail_from", range(6))
+@pytest.mark.parametrize("segment_bytes", [1, LARGE])
+def test_a_commit_that_fails_at_any_call_is_repeated_in_place(
+    chains: Path, disk: Disk, fail_from: int, segment_bytes: int
+) -> None:
+    """ENOSPC at each write and sync in turn, with more records handed over before the next try."""
+    chain = new_chain(chains, segment_bytes)
+    reader = ChainReader(chains, chain.name)
+    disk.error, disk.fail_from = errno.ENOSPC, fail_from
+    fails = fail_from < (4 if segment_bytes == LARGE else 6)
+    if fails:
+        with pytest.raises(OSError, match="No space left"):
+            put(chain, 0)
+    else:
+        put(chain, 0)
+    seen = tickets(reader)
+    disk.error = 0
+    chain.append(RecordType.DATA, 1, {}, b"more")
+    chain.commit()
+    assert seen + tickets(reader) == [0, 1]
+
+
+def test_a_segment_whose_name_could_not_be_made_durable_is_tried_again(
+    chains: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = new_chain(chains, segment_bytes=1)
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        put(chain, 0)
+    put(chain, 1)
+    chain.end()
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1]
+
+
+def test_short_writes_are_completed(chains: Path, disk: Disk) -> None:
+    disk.short = True
+    chain = new_chain(chains)
+    put(chain, 0, 1, size=1000)
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1]
+
+
+def test_where_no_segment_can_be_created_the_old_one_grows(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inode quota: EDQUOT at create only."""
+    chain = new_chain(chains, segment_bytes=1)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        put(chain, 0)
+        put(chain, 1)
+    assert segments(chain) == ["00000000.seg"]
+    put(chain, 2)
+    assert segments(chain) == ["00000000.seg", "00000001.seg"]
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1, 2]
+
+
+def wait(what: Callable[[], bool]) -> None:
+    """Until the commit thread has done ``what``; no clock of ours decides the outcome."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if what():
+            return
+        pause.wait(0.01)
+    raise AssertionError("the commit thread did nothing for 10 s")
+
+
+def test_the_thread_commits_by_time_and_by_bytes(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = new_chain(chains)
+    reader = ChainReader(chains, chain.name)
+    seen: list[int] = []
+    commits = GroupCommit(chain, commit_s=0.001, patience_s=60)
+    chain.append(RecordType.DATA, 0, {})
+    wait(lambda: bool(seen.extend(tickets(reader)) or seen))
+    commits.stop()
+    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 100)
+    commits = GroupCommit(chain, commit_s=1e6, patience_s=60)
+    chain.append(RecordType.DATA, 1, {}, b"x" * 99)
+    chain.append(RecordType.DATA, 2, {}, b"x")
+    wait(lambda: bool(seen.extend(tickets(reader)) or len(seen) == 3))
+    commits.stop()
+
+
+def test_a_full_disk_is_waited_for_and_then_named(chains: Path, disk: Disk) -> None:
+    chain = new_chain(chains)
+    patient, disk.error = GroupCommit(chain, commit_s=0.001, patience_s=60), errno.ENOSPC
+    chain.append(RecordType.DATA, 0, {})
+    wait(lambda: patient.failing)
+    patient.check()
+    disk.error = 0
+    wait(lambda: not patient.failing)
+    assert tickets(ChainReader(chains, chain.name)) == [0]
+    patient.stop()
+    hasty, disk.error = GroupCommit(chain, commit_s=0.001, patience_s=0), errno.ENOSPC
+    chain.append(RecordType.DATA, 1, {})
+    wait(lambda: hasty.failing)
+    with pytest.raises(RunDirError, match="No space left on device; free space or quota"):
+        hasty.check()
+    hasty.stop()
+
+
+def test_a_read_only_disk_is_an_error_at_once(chains: Path, disk: Disk) -> None:
+    chain = new_chain(chains)
+    commits, disk.error = GroupCommit(chain, commit_s=0.001, patience_s=1e6), errno.EROFS
+    chain.append(RecordType.DATA, 0, {})
+    wait(lambda: commits.failing)
+    with pytest.raises(RunDirError, match="Read-only file system"):
+        commits.check()
+    commits.stop()

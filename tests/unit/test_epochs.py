@@ -1,0 +1,97 @@
+"""Who owns a run, and which weights its attempts share."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.buffer.epochs import (
+    ROOT,
+    StartRecord,
+    branch,
+    check_fence,
+    claim_epoch,
+    lineage,
+    newest_epoch,
+    read_start,
+    write_start,
+)
+from areal_hpc.errors import Fenced, RunDirError
+from areal_hpc.fs import RunDir
+from areal_hpc.types import WeightVersion
+from areal_hpc.watermark import Watermark
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run")
+
+
+def test_epochs_count_up_and_fence_the_ones_before(run: RunDir) -> None:
+    assert newest_epoch(run) == 0
+    assert claim_epoch(run, {"job": 1}) == 1
+    check_fence(run, 1)
+    assert claim_epoch(run, {"job": 2}) == 2
+    check_fence(run, 2)
+    with pytest.raises(Fenced, match=r"attempt 1 .* was replaced by attempt 2"):
+        check_fence(run, 1)
+
+
+def test_of_many_claims_at_once_each_gets_its_own(run: RunDir) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        epochs = list(pool.map(lambda job: claim_epoch(run, {"job": job}), range(24)))
+    assert sorted(epochs) == list(range(1, 25))
+    assert newest_epoch(run) == 24
+
+
+def test_a_start_record_is_written_once(run: RunDir) -> None:
+    record = StartRecord(
+        parent=WeightVersion(1, 20), version=WeightVersion(2, 20), consumed=Watermark(5, [7]), fingerprint="abc"
+    )
+    assert read_start(run, 2) is None
+    claim_epoch(run, {})
+    assert read_start(run, 2) is None
+    write_start(run, 2, record)
+    assert read_start(run, 2) == record
+    assert newest_epoch(run) == 1  # a start record is not a claim
+    with pytest.raises(RunDirError, match="stop the other trainer"):
+        write_start(run, 2, record)
+
+
+def test_a_branch_shares_what_came_before_it_left() -> None:
+    """1 ran to step 30; 2 went on from (1, 20) and 3 from (1, 10), so 2 is beside our path; 4 goes on from (3, 15)."""
+    parents = {1: ROOT, 2: WeightVersion(1, 20), 3: WeightVersion(1, 10), 4: WeightVersion(3, 15)}
+    ours = branch(4, parents)
+    shared = {(epoch, step) for epoch in range(6) for step in range(40) if ours(WeightVersion(epoch, step))}
+    expected = {(1, step) for step in range(11)} | {(3, step) for step in range(16)} | {(4, step) for step in range(40)}
+    # Epoch 2 began at step 20, which we do not have; it never served steps up to 10 under its own name.
+    assert {(e, s) for e, s in shared if e not in (0, 2)} == expected
+    assert (2, 20) not in shared
+
+
+def test_an_attempt_that_made_no_checkpoint_shares_what_it_began_with() -> None:
+    parents = {1: ROOT, 2: WeightVersion(1, 20), 3: WeightVersion(1, 20)}
+    ours = branch(3, parents)
+    assert ours(WeightVersion(2, 20))
+    assert not ours(WeightVersion(2, 21))
+
+
+def test_fresh_starts_share_the_model_that_they_load() -> None:
+    ours = branch(2, {1: ROOT, 2: ROOT})
+    assert ours(WeightVersion(1, 0))
+    assert not ours(WeightVersion(1, 1))
+
+
+def test_the_lineage_is_read_from_the_start_records(run: RunDir) -> None:
+    for _ in range(3):
+        claim_epoch(run, {})
+    first = StartRecord(parent=None, version=WeightVersion(1, 0), consumed=Watermark(), fingerprint="")
+    write_start(run, 1, first)
+    ours = lineage(run, 3, WeightVersion(1, 4))  # attempt 2 died before it began
+    assert ours(WeightVersion(1, 4))
+    assert not ours(WeightVersion(1, 5))
+    assert not ours(WeightVersion(2, 0))
+    with pytest.raises(RunDirError, match="attempt 2 left no start record"):
+        lineage(run, 3, WeightVersion(2, 4))
