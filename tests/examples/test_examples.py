@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import re
 import subprocess
@@ -20,6 +19,7 @@ from areal_hpc.algorithms.losses import LossInputs, clipped_loss
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import AlgorithmConfig
+from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,11 +116,12 @@ def test_own_workflow_passes_its_own_tests() -> None:
 
 
 def test_the_layer_of_own_workflow_fits_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(load([ROOT / "configs" / "quickstart.yaml", EXAMPLES / "own_workflow.yaml"])).config
+    config = resolve(load([ROOT / "configs" / "quickstart.yaml", EXAMPLES / "own_workflow.yaml"]))
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for path in (config.rollout.workflow, config.rollout.reward):
-        module, _, name = path.partition(":")
-        assert callable(getattr(importlib.import_module(module), name))
+    workflow = dotted(config.rollout.workflow, "rollout.workflow")()
+    reward = dotted(config.rollout.reward, "rollout.reward")
+    assert callable(workflow.run)
+    assert [reward(text, "1 2", None) for text in (r"\boxed{1 2}", r"\boxed{2 1}", "1 2")] == [1.0, 0.2, 0.0]
 
 
 @pytest.mark.parametrize(("script", "limit"), [("one_file_rl.py", 200), ("own_workflow.py", 80)])
