@@ -1,4 +1,4 @@
-"""A run started as a person starts it, ``python -m areal_hpc run`` in a process of its own, watched and killed by pid."""
+"""A run started as a person starts it: ``python -m areal_hpc run`` in a process of its own."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_a_run_in_use_is_refused_and_one_beside_it_is_not_disturbed(model: Path,
     assert "already holds a run; continue it with --resume" in without.stderr
     changed = command("run", *words, "--resume", "seed=7", "algorithm.clip_high=0.3")
     assert (changed.returncode, changed.stderr.count("\n")) == (2, 1)
-    assert "algorithm.clip_high (was 0.2), seed (was 1) would change within one run" in changed.stderr
+    assert "seed (was 1), algorithm.clip_high (was 0.2) would change within one run" in changed.stderr
 
 
 # Shapes
