@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 from areal_hpc.types import Prompt
@@ -48,3 +49,9 @@ def sometimes(text: str, answer: int, prompt: Prompt) -> float:
 
 def never(text: str, answer: int, prompt: Prompt) -> float:
     raise RuntimeError("no text has a reward")
+
+
+def make_for_ever(path: Path, seed: int) -> None:
+    """A model's maker that never comes to an end; says that it began by a file beside the model."""
+    path.with_name("making").touch()
+    time.sleep(3600)
