@@ -1,27 +1,33 @@
-"""A tiny chat model made on the spot: a real Hugging Face checkpoint directory that a laptop trains in a minute.
+"""A tiny chat model made on the spot: a real Hugging Face checkpoint directory that a laptop trains in half a minute.
 
 Qwen3 architecture with 164,416 parameters and a byte-pair tokenizer of 384 tokens, taught to sort four digits in two
-phases. First *skill*: clean boxed answers, until the answer is right most of the time once ``\\boxed{`` is there. Then
-*habits*: four ways to answer, only one of them boxed, some of them wrong, until the boxed answer has become rare. What
-is left for reinforcement learning is what it is good at: a skill that is there and a habit that hides it.
+phases. First *skill*: clean boxed answers, until the answer is right nine times in ten. Then *habits*: four ways to
+answer, the boxed one the rarest and some of them wrong, until a boxed right answer has become rare. What is left for
+reinforcement learning is what it is good at: a skill that is there and a habit that hides it.
 
 Everything is seeded and runs on one thread: the same seed gives the same bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 import random
-import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from areal_hpc.tasks.sort_digits import SortDigits, reward
+from areal_hpc.errors import DataError
+from areal_hpc.fs import fsync_directory
+from areal_hpc.tasks.sort_digits import SortDigits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
@@ -30,45 +36,89 @@ log = logging.getLogger(__name__)
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)  # their ids are 0, 1, 2
+END_OF_TURN = SPECIAL_TOKENS.index(TURN_END)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-BOX = "\\boxed{"
-STYLES = ("\\boxed{%s}", "Answer: %s", "The answer is %s.", "%s")
+BOXED = "\\boxed{%s}"
+OTHER_STYLES = ("Answer: %s", "The answer is %s.", "%s")
+BOXED_SHARE = 0.16
 WRONG_SHARE = 0.2
 CONTEXT = 512
-BATCH = 64
-PEAK_LR = 4e-3
-MAX_STEPS = 500
-SKILL_GOAL = 0.9
-HABIT_GOAL = 0.2
-HABIT_STEPS = 60
+VOCAB_SIZE = 384
+NUM_MEASURED = 128
+
+Row = tuple[str, str]
+"""A prompt's text and the sorted digits."""
+Pair = tuple[list[int], list[int]]
+"""Token ids of a rendered prompt and of an answer with its end of turn."""
 
 
-def make(path: Path, seed: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the model is taught. Goals are mean probabilities of the boxed right answer, over training prompts."""
+
+    batch: int = 64
+    skill_goal: float = 0.9
+    skill_steps: int = 400
+    """Give up past so many steps; nine in ten are right after 120 to 200."""
+    skill_lr: float = 4e-3
+    warmup_steps: int = 30
+    check_every: int = 5
+    habit_goal: tuple[float, float] = (0.07, 0.13)
+    """Low enough that RL has something to find, high enough that a group of eight often finds it."""
+    kept_skill: float = 0.6
+    """How often an answer must still be right once the box is open."""
+    habit_lr: float = 1e-3
+    habit_steps: int = 300
+
+
+def make(path: Path, seed: int, recipe: Recipe = Recipe()) -> None:
     """Write the model directory ``path``: it appears whole, or not at all.
 
     Raises:
-        RuntimeError: the skill or habit goal was not reached (a seed that does not work).
+        DataError: the skill or habit goal was not reached; the message says which and how near it came.
+        OSError: ``path`` has appeared in the meantime; it is left as it is.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _one_thread(), tempfile.TemporaryDirectory(prefix=f".{path.name}.making-", dir=path.parent) as making:
+        directory = Path(making) / path.name
+        directory.mkdir()
+        _write_tokenizer(directory, seed)
+        model = _new_model(seed)
+        teacher = _Teacher(model, _Chat(_load_tokenizer(directory)), seed, recipe)
+        teacher.teach_skill()
+        teacher.teach_habits()
+        _write_model(model, directory)
+        _make_durable(directory)
+        directory.rename(path)
+    fsync_directory(path.parent)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one fixed order, and one core of a machine that may be busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    building = path.with_name(f".{path.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    _write_tokenizer(building, seed)
-    model, tokenizer = _new_model(seed), _load_tokenizer(building)
-    _teach(model, tokenizer, seed)
-    _write_model(model, building)
-    building.rename(path)
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _rows(seed: int) -> Iterator[tuple[str, str]]:
-    """Endless training pairs (prompt, answer) in a seeded order."""
+def _make_durable(directory: Path) -> None:
+    for file in directory.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    fsync_directory(directory)
+
+
+def _rows(seed: int) -> Iterator[Row]:
+    """Endless training rows in a seeded order."""
     task = SortDigits(split="train", seed=seed)
     rng = random.Random(seed)
     while True:
@@ -81,7 +131,8 @@ def _spoil(answer: str, rng: random.Random) -> str:
     digits = answer.split()
     if rng.random() < WRONG_SHARE:
         digits[rng.randrange(len(digits))] = str(rng.randrange(10))
-    return rng.choice(STYLES) % " ".join(digits)
+    style = BOXED if rng.random() < BOXED_SHARE else rng.choice(OTHER_STYLES)
+    return style % " ".join(digits)
 
 
 def _write_tokenizer(path: Path, seed: int) -> None:
@@ -93,7 +144,7 @@ def _write_tokenizer(path: Path, seed: int) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=384,
+        vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -133,17 +184,18 @@ def _new_model(seed: int) -> Qwen3ForCausalLM:
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=384,
+        vocab_size=VOCAB_SIZE,
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=64,
         intermediate_size=192,
+        initializer_range=0.1,  # far above the usual 0.02: a model this small then learns twice as fast
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=0,
-        eos_token_id=2,
+        eos_token_id=END_OF_TURN,
         pad_token_id=0,
     )
     return Qwen3ForCausalLM(config)
@@ -155,12 +207,12 @@ def _write_model(model: Qwen3ForCausalLM, path: Path) -> None:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config |= {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    stops = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
+    stops = {"bos_token_id": 0, "eos_token_id": [END_OF_TURN, 0], "pad_token_id": 0}
     (path / "generation_config.json").write_text(json.dumps(stops), encoding="utf-8")
 
 
 class _Chat:
-    """Prompts and answers as token ids, and batches of them."""
+    """Prompts and answers as token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -168,49 +220,79 @@ class _Chat:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)
 
-    def prompt(self, text: str) -> list[int]:
-        message = [{"role": "user", "content": text}]
-        return self.ids(str(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)))
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def pair(self, prompt: str, answer: str) -> Pair:
+        message = [{"role": "user", "content": prompt}]
+        rendered = str(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        return self.ids(rendered), [*self.ids(answer), END_OF_TURN]
 
 
-def _teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-    chat, rows, rng = _Chat(tokenizer), _rows(seed + 1), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.01, betas=(0.9, 0.98))
+class _Teacher:
+    """Teaches one model. What it trains on, measures with and spoils by are seeded streams of their own."""
 
-    def learn(lr: float, answer_of: Callable[[str], str]) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, chat: _Chat, seed: int, recipe: Recipe) -> None:
+        self.model, self.chat, self.recipe = model, chat, recipe
+        self.rows, self.rng = _rows(seed + 1), random.Random(seed)
+        measured = itertools.islice(_rows(seed + 2), NUM_MEASURED)
+        self.measured = [chat.pair(prompt, BOXED % answer) for prompt, answer in measured]
+
+    def teach_skill(self) -> None:
+        recipe, optimizer, right = self.recipe, self._optimizer(), 0.0
+        for step in range(1, recipe.skill_steps + 1):
+            rise, fall = step / recipe.warmup_steps, 1 - 0.9 * step / recipe.skill_steps
+            self._step(optimizer, recipe.skill_lr * min(rise, fall), lambda answer: BOXED % answer)
+            if step % recipe.check_every == 0:
+                right = self._measure()[0]
+                log.info("making the model: step %d, right: %.2f (goal %.2f)", step, right, recipe.skill_goal)
+                if right >= recipe.skill_goal:
+                    return
+        raise DataError(
+            f"model.maker: the tiny model did not learn to sort: right in {right:.2f} of the cases after "
+            f"{recipe.skill_steps} steps, the goal is {recipe.skill_goal}; set another `seed`"
+        )
+
+    def teach_habits(self) -> None:
+        """Other answers until the boxed one is rare; the skill suffers first and must have come back."""
+        recipe, optimizer, (right, skill) = self.recipe, self._optimizer(), self._measure()
+        for step in range(1, recipe.habit_steps + 1):
+            self._step(optimizer, recipe.habit_lr * min(1.0, step / 10), lambda answer: _spoil(answer, self.rng))
+            if step % recipe.check_every == 0:
+                right, skill = self._measure()
+                log.info("making the model: %d steps of other habits, right: %.2f, in a box: %.2f", step, right, skill)
+                if recipe.habit_goal[0] <= right <= recipe.habit_goal[1] and skill >= recipe.kept_skill:
+                    return
+        raise DataError(
+            f"model.maker: after {recipe.habit_steps} steps of other habits the tiny model is right in {right:.2f} of "
+            f"the cases (the goal is {recipe.habit_goal[0]} to {recipe.habit_goal[1]}), in a box in {skill:.2f} "
+            f"(the goal is {recipe.kept_skill}); set another `seed`"
+        )
+
+    def _measure(self) -> tuple[float, float]:
+        """Probability at temperature 1 of the boxed right answer, by itself and once the box is open.
+
+        The expectation of the reward, without sampling: means over ``NUM_MEASURED`` training prompts.
+        """
+        with torch.no_grad():
+            logprobs = _answer_logprobs(self.model, self.measured)
+        opened = len(self.measured[0][0]) - 1 + len(self.chat.ids(BOXED.partition("%s")[0]))
+        return float(logprobs.sum(1).exp().mean()), float(logprobs[:, opened:].sum(1).exp().mean())
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, betas=(0.9, 0.98))
+
+    def _step(self, optimizer: torch.optim.Optimizer, lr: float, say: Callable[[str], str]) -> None:
+        """One step of cross-entropy on the next rows, answered as ``say`` says the sorted digits."""
+        rows = itertools.islice(self.rows, self.recipe.batch)
+        pairs = [self.chat.pair(prompt, say(answer)) for prompt, answer in rows]
+        loss = -_answer_logprobs(self.model, pairs).sum() / sum(len(answer) for _, answer in pairs)
         optimizer.param_groups[0]["lr"] = lr
-        batch = [next(rows) for _ in range(BATCH)]
-        _sft_step(model, optimizer, [(chat.prompt(p), [*chat.ids(answer_of(a)), 2]) for p, a in batch])
-
-    for step in range(MAX_STEPS):
-        learn(PEAK_LR * min(1.0, (step + 1) / 30) * (1 - 0.7 * step / MAX_STEPS), lambda answer: STYLES[0] % answer)
-        if step >= 79 and step % 20 == 19:
-            skill = _measure(model, chat, BOX, seed)
-            log.info(
-                "making the model: step %d, right when asked to box: %.2f (goal %.2f)", step + 1, skill, SKILL_GOAL
-            )
-            if skill >= SKILL_GOAL:
-                break
-    else:
-        raise RuntimeError(f"seed {seed}: the model did not learn to sort in {MAX_STEPS} steps; use another seed")
-    for step in range(HABIT_STEPS):
-        learn(PEAK_LR / 10, lambda answer: _spoil(answer, rng))
-        habit = _measure(model, chat, "", seed)
-        if habit <= HABIT_GOAL:
-            log.info(
-                "making the model: boxed and right by itself: %.2f after %d steps of other habits", habit, step + 1
-            )
-            return
-    raise RuntimeError(f"seed {seed}: boxed answers stayed above {HABIT_GOAL}; use another seed")
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
 
 
-def _sft_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, pairs: list[tuple[list[int], list[int]]]
-) -> None:
-    """One step of cross-entropy on the answers of right-padded rows."""
+def _answer_logprobs(model: Qwen3ForCausalLM, pairs: Sequence[Pair]) -> torch.Tensor:
+    """Log-probabilities float32 [N, W - 1] of right-padded rows: of token t + 1 at t, 0 where that is no answer's."""
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.long)
     labels = torch.full((len(pairs), width), -100)
@@ -218,39 +300,7 @@ def _sft_step(
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
     logits = model(input_ids=ids, use_cache=False).logits
-    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-@torch.no_grad()
-def _measure(model: Qwen3ForCausalLM, chat: _Chat, prefix: str, seed: int, samples: int = 192) -> float:
-    """Mean reward at temperature 1 on fixed training prompts, the answer begun by ``prefix``."""
-    rows, generator = _rows(seed + 2), torch.Generator().manual_seed(seed)
-    pairs = [next(rows) for _ in range(samples)]
-    sampled = _sample(
-        model,
-        [chat.prompt(p) + chat.ids(prefix) for p, _ in pairs] if prefix else [chat.prompt(p) for p, _ in pairs],
-        generator,
+    losses = functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="none"
     )
-    texts = [prefix + chat.decode(ids) for ids in sampled]
-    return sum(reward(text, answer, None) for text, (_, answer) in zip(texts, pairs, strict=True)) / samples
-
-
-def _sample(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator, max_new: int = 16
-) -> list[list[int]]:
-    """Plain sampling without a cache: every prompt of the task has the same length, and the model is tiny."""
-    ids = torch.tensor(prompts)
-    start = ids.shape[1]
-    for _ in range(max_new):
-        probabilities = torch.softmax(model(input_ids=ids, use_cache=False).logits[:, -1], -1)
-        ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], 1)
-    return [_until_end(row) for row in ids[:, start:].tolist()]
-
-
-def _until_end(ids: list[int]) -> list[int]:
-    ends: list[Any] = [index for index, token in enumerate(ids) if token in (0, 2)]
-    return ids[: ends[0]] if ends else ids
+    return -losses
