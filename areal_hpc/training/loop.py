@@ -117,7 +117,7 @@ class TrainingLoop:
         """This rank's minibatches with advantages and proximal log-probs."""
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         advantages = find(self.algorithm.name).advantages(
-            advantage_inputs(refs, self.pace.max_new_tokens), self.algorithm
+            AdvantageInputs.of(refs, self.pace.max_new_tokens), self.algorithm
         )
         plan = plan_step(
             lengths=[length for ref in refs for length in ref.lengths],
@@ -204,16 +204,3 @@ class TrainingLoop:
                 **stats,
             },
         )
-
-
-def advantage_inputs(refs: Sequence[GroupRef], max_new_tokens: int) -> AdvantageInputs:
-    """What the advantage functions need of a claim, one entry a trajectory [N], from its metadata alone."""
-    sizes = [len(ref.rewards) for ref in refs]
-    return AdvantageInputs(
-        rewards=np.array([r for ref in refs for r in ref.rewards], dtype=np.float64),
-        groups=np.repeat(np.arange(len(refs)), sizes),
-        generated=np.array([n for ref in refs for n in ref.generated], dtype=np.int64),
-        truncated=np.array([t for ref in refs for t in ref.truncated], dtype=np.bool_),
-        episodes=np.array([e for ref in refs for e in ref.episodes], dtype=np.int64),
-        max_new_tokens=max_new_tokens,
-    )
