@@ -147,9 +147,9 @@ def arguments(directory: Path, model: Path) -> list[str]:
 
 
 def newest_checkpoint(run: RunDir) -> Any:
-    """The checkpoint with the highest step, verified."""
+    """The checkpoint of the newest attempt with the highest step, verified."""
     names = [name for name in os.listdir(run.checkpoints) if CHECKPOINT_NAME.fullmatch(name)]
-    return verify(run.checkpoints / max(names))
+    return verify(run.checkpoints / max(names, key=lambda name: (name[-8:], name)))
 
 
 def num_consumed(run: RunDir) -> int:

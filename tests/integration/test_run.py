@@ -254,6 +254,20 @@ def test_a_killed_launcher_takes_its_roles_along_and_the_run_can_be_resumed(mode
 # One run in one directory
 
 
+def test_a_run_that_is_taken_over_stops_and_spoils_nothing(model: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, model, "trainer.total_steps=400", "checkpoint.every_steps=2") as first:
+        first.wait_for_step(3)
+        last = newest_checkpoint(first.run).version.step + 40
+        with launched(tmp_path, model, f"trainer.total_steps={last}", "--resume", "--takeover") as second:
+            assert first.wait() == 1
+            assert f"of {first.run.root} was replaced by attempt 2; this process must stop" in first.text
+            assert second.wait() == 0, second.text
+    assert state_of(first.run, 1) == "failed"
+    assert state_of(first.run, 2) == "finished"
+    assert newest_checkpoint(first.run).version == (2, last)
+    assert num_consumed(first.run) == last * GROUPS
+
+
 def test_a_run_in_use_is_refused_and_one_beside_it_is_not_disturbed(model: Path, tmp_path: Path) -> None:
     endless = "trainer.total_steps=400"
     words = [*arguments(tmp_path, model), "name=run", endless]

@@ -14,8 +14,9 @@ import pytest
 
 from areal_hpc.config.load import load
 from areal_hpc.errors import ConfigError, WaitTimeout
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, publish_json
 from areal_hpc.roles import __main__ as entry
+from areal_hpc.roles import process as module
 from areal_hpc.roles.process import RoleProcess, StopRequested, _stop_without
 from areal_hpc.telemetry import Recorder
 
@@ -33,15 +34,38 @@ def process(tmp_path: Path) -> RoleProcess:
 
 def test_the_flag_goes_up_when_the_launcher_is_not_our_parent_any_more() -> None:
     flag = threading.Event()
-    _stop_without(1 << 30, flag, grace_s=1e6)
+    _stop_without(1 << 30, flag, grace_s=1e6, goes_first=lambda: False)
     assert flag.wait(timeout=20)
+
+
+def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAUNCHER_POLL_S", 0.0)
+    trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    publish_json(process.attempt.endpoint("trainer", 0), {"pid": trainer.pid})
+    flag, asked, seen = threading.Event(), threading.Event(), []
+
+    def goes_first() -> bool:
+        seen.append((module._trainer_lives(process.attempt), flag.is_set()))
+        asked.set()
+        return seen[-1][0]
+
+    _stop_without(1 << 30, flag, grace_s=1e6, goes_first=goes_first)
+    assert asked.wait(timeout=20)
+    trainer.communicate(b"\n")
+    assert flag.wait(timeout=20)
+    assert seen[0] == (True, False)
+    assert seen[-1] == (False, False)
+
+
+def test_nobody_waits_for_a_trainer_that_never_came_up(process: RoleProcess) -> None:
+    assert not module._trainer_lives(process.attempt)
 
 
 def test_a_role_that_cannot_stop_is_ended_when_its_launcher_is_gone() -> None:
     """As one whose main thread waits in a collective: it looks at no flag."""
     code = (
         "import threading, time\nfrom areal_hpc.roles.process import _stop_without\n"
-        "_stop_without(1 << 30, threading.Event(), 0.1)\ntime.sleep(3600)"
+        "_stop_without(1 << 30, threading.Event(), 0.1, lambda: False)\ntime.sleep(3600)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
@@ -67,10 +91,10 @@ def test_a_stop_request_ends_a_wait(process: RoleProcess) -> None:
 
 
 def run_role(process: RoleProcess, main: Callable[[RoleProcess], int], monkeypatch: pytest.MonkeyPatch) -> int:
-    module = types.ModuleType("areal_hpc.roles.rollout")
-    vars(module)["main"] = main
+    rollout = types.ModuleType("areal_hpc.roles.rollout")
+    vars(rollout)["main"] = main
     monkeypatch.setattr(entry, "enter", lambda *_: process)
-    monkeypatch.setitem(sys.modules, "areal_hpc.roles.rollout", module)
+    monkeypatch.setitem(sys.modules, "areal_hpc.roles.rollout", rollout)
     return entry.main(["rollout", "2", "/run", "1"])
 
 

@@ -50,6 +50,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes."""
     config = process.config
     if config.trainer.ranks == 1:
+        process.publish_endpoint({})
         return Ranks()
     from areal_hpc import accelerator
     from areal_hpc.collective import host_store, join_group
