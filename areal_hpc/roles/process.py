@@ -30,7 +30,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
-LAUNCHER_POLL_S = 0.5
+POLL_S = 0.25
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,16 +93,17 @@ class StopRequested(Exception):
 def enter(role: str, index: int, root: Path, epoch: int) -> RoleProcess:
     """Become a role: logging, signals, configuration, records."""
     run = RunDir.open(root)
-    stop_flag = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop_flag.set())
+    asked, stop_flag = threading.Event(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup_logging(role, index)
     token = run.token.read_text(encoding="ascii")
     add_secret(token)
     config = load([run.config], [])
     attempt = run.attempt(epoch)
-    _stop_without(
+    _stop_when_due(
         read_json(attempt.state)["pid"],
+        asked,
         stop_flag,
         config.limits.stop_s,
         goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
@@ -119,23 +120,26 @@ def _trainer_lives(attempt: AttemptDir) -> bool:
     return endpoint is not None and start_ticks(endpoint["pid"]) is not None
 
 
-def _stop_without(launcher: int, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]) -> None:
-    """Raise the stop flag when process ``launcher`` is not our parent any more, and end here ``grace_s`` later.
+def _stop_when_due(
+    launcher: int, asked: threading.Event, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
+) -> None:
+    """Raise the stop flag when ``asked`` is, or process ``launcher`` is our parent no more; end here ``grace_s`` later.
 
     A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
     died before this process could ask the kernel for a signal. While ``goes_first`` says that somebody lives who still
-    needs this process, the flag stays down, for ``grace_s`` at most.
+    needs this process, the flag stays down, for ``grace_s`` at most: not only the launcher sends signals, a scheduler
+    sends them to all processes at once.
     """
 
     def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(LAUNCHER_POLL_S)
+        while os.getppid() == launcher and not asked.wait(POLL_S):
+            pass
         deadline = time.monotonic() + grace_s
         while goes_first() and time.monotonic() < deadline:
-            time.sleep(LAUNCHER_POLL_S)
+            time.sleep(POLL_S)
         stop_flag.set()
         time.sleep(grace_s)
-        log.critical("the launcher is gone, and this process did not stop in %g s: ended by force", grace_s)
+        log.critical("this process did not stop in %g s: ended by force", grace_s)
         os._exit(EXIT_FAILED)
 
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+    threading.Thread(target=watch, name="stop-watch", daemon=True).start()

@@ -177,6 +177,16 @@ def test_a_stop_request_leaves_a_checkpoint_and_the_run_goes_on_from_it(how: str
     assert sealed <= set(twice)
 
 
+def test_a_scheduler_that_signals_every_process_at_once_costs_nothing(model: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, model, "trainer.total_steps=400") as started:
+        started.wait_for_step(2)
+        for process in [*started.roles().values(), started.process]:
+            process.send_signal(signal.SIGTERM)
+        assert started.wait() == 75, started.text
+        assert started.left_over() == []
+    assert newest_checkpoint(started.run).version.step == max(r.number("step") for r in started.records("step"))
+
+
 def test_a_second_request_ends_everything_at_once(model: Path, tmp_path: Path) -> None:
     with launched(tmp_path, model, "trainer.total_steps=400", "limits.stop_s=100") as started:
         started.wait_for_step(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from areal_hpc.errors import ConfigError, WaitTimeout
 from areal_hpc.fs import RunDir, publish_json
 from areal_hpc.roles import __main__ as entry
 from areal_hpc.roles import process as module
-from areal_hpc.roles.process import RoleProcess, StopRequested, _stop_without
+from areal_hpc.roles.process import RoleProcess, StopRequested, _stop_when_due
 from areal_hpc.telemetry import Recorder
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -34,12 +35,20 @@ def process(tmp_path: Path) -> RoleProcess:
 
 def test_the_flag_goes_up_when_the_launcher_is_not_our_parent_any_more() -> None:
     flag = threading.Event()
-    _stop_without(1 << 30, flag, grace_s=1e6, goes_first=lambda: False)
+    _stop_when_due(1 << 30, threading.Event(), flag, grace_s=1e6, goes_first=lambda: False)
+    assert flag.wait(timeout=20)
+
+
+def test_the_flag_goes_up_on_request_while_the_launcher_lives() -> None:
+    asked, flag = threading.Event(), threading.Event()
+    _stop_when_due(os.getppid(), asked, flag, grace_s=1e6, goes_first=lambda: False)
+    assert not flag.wait(timeout=0.05)
+    asked.set()
     assert flag.wait(timeout=20)
 
 
 def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAUNCHER_POLL_S", 0.0)
+    monkeypatch.setattr(module, "POLL_S", 0.0)
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish_json(process.attempt.endpoint("trainer", 0), {"pid": trainer.pid})
     flag, asked, seen = threading.Event(), threading.Event(), []
@@ -49,7 +58,7 @@ def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, mon
         asked.set()
         return seen[-1][0]
 
-    _stop_without(1 << 30, flag, grace_s=1e6, goes_first=goes_first)
+    _stop_when_due(1 << 30, threading.Event(), flag, grace_s=1e6, goes_first=goes_first)
     assert asked.wait(timeout=20)
     trainer.communicate(b"\n")
     assert flag.wait(timeout=20)
@@ -64,12 +73,12 @@ def test_nobody_waits_for_a_trainer_that_never_came_up(process: RoleProcess) -> 
 def test_a_role_that_cannot_stop_is_ended_when_its_launcher_is_gone() -> None:
     """As one whose main thread waits in a collective: it looks at no flag."""
     code = (
-        "import threading, time\nfrom areal_hpc.roles.process import _stop_without\n"
-        "_stop_without(1 << 30, threading.Event(), 0.1, lambda: False)\ntime.sleep(3600)"
+        "import threading, time\nfrom areal_hpc.roles.process import _stop_when_due\n"
+        "_stop_when_due(1 << 30, threading.Event(), threading.Event(), 0.1, lambda: False)\ntime.sleep(3600)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert "the launcher is gone, and this process did not stop in 0.1 s: ended by force" in ended.stderr
+    assert "this process did not stop in 0.1 s: ended by force" in ended.stderr
 
 
 def test_an_endpoint_is_found_by_its_file(process: RoleProcess) -> None:
