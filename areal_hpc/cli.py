@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         code: int = options.command(options)
     except UserError as error:
@@ -39,6 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("areal-hpc: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command. argparse alone would refuse ``run FILE --resume KEY=VALUE``."""
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    if more and (not hasattr(options, "config") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.config += more
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

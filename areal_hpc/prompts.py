@@ -314,9 +314,9 @@ class PromptStream:
         config: PromptsConfig,
         *,
         seed: int,
-        shard: int,
-        num_shards: int,
-        consumed: Watermark,
+        shard: int = 0,
+        num_shards: int = 1,
+        consumed: Watermark | None = None,
     ) -> None:
         assert 0 <= shard < num_shards, (shard, num_shards)
         self._dataset = dataset
@@ -324,8 +324,9 @@ class PromptStream:
         self._seed = seed
         self._num_rows = _num_rows(dataset, config)
         self._num_shards = num_shards
-        self._consumed = consumed.copy()
-        self._next = consumed.low + (shard - consumed.low) % num_shards
+        self._consumed = Watermark() if consumed is None else consumed.copy()
+        low = self._consumed.low
+        self._next = low + (shard - low) % num_shards
 
     def next(self) -> Prompt:
         """The shard's next prompt that has not been consumed."""

@@ -1,17 +1,16 @@
-"""Run a function in several processes that share one gloo group, as the ranks of a trainer do."""
+"""Run a function in several processes that share one gloo group, made as the ranks of a trainer make theirs."""
 
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+
+from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.types import GroupAddress
 
 TIMEOUT_S = 120.0
 
@@ -20,17 +19,17 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[
     """``function(group, *args)`` on every rank: what each returned, by rank. Raises what any rank raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "areal_hpc.training.reference"])
-    with tempfile.TemporaryDirectory() as store, ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
-        futures = [pool.submit(_enter, f"file://{store}/store", r, num_ranks, function, args) for r in range(num_ranks)]
+    store = host_store(timeout_s=TIMEOUT_S)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="ranks", world_size=num_ranks, backend="gloo")
+    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
+        futures = [pool.submit(_enter, address, rank, function, args) for rank in range(num_ranks)]
         return [future.result(timeout=TIMEOUT_S) for future in futures]
 
 
-def _enter(store: str, rank: int, num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _enter(address: GroupAddress, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store, timeout=timedelta(seconds=60), rank=rank, world_size=num_ranks)
-    group = dist.group.WORLD
-    assert isinstance(group, ProcessGroup)
+    group = join_group(address, rank, 60.0)
     try:
         return function(group, *args)
     finally:
-        dist.destroy_process_group()
+        leave_group(group)

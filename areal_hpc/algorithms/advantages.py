@@ -8,13 +8,14 @@ groups are known by their ids, so a group that lost a member shifts nobody else'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.config.schema import AlgorithmConfig, Level, NormConfig, OverlongConfig
-from areal_hpc.types import BoolArray
+from areal_hpc.types import BoolArray, GroupRef
 
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -38,6 +39,18 @@ class AdvantageInputs:
     def __post_init__(self) -> None:
         shapes = {a.shape for a in (self.rewards, self.groups, self.generated, self.truncated, self.episodes)}
         assert shapes == {(self.rewards.size,)}, shapes
+
+    @classmethod
+    def of(cls, refs: Sequence[GroupRef], max_new_tokens: int) -> AdvantageInputs:
+        """A claim's trajectories in the order of ``refs``, from its metadata alone."""
+        return cls(
+            rewards=np.array([r for ref in refs for r in ref.rewards], dtype=np.float64),
+            groups=np.repeat(np.arange(len(refs)), [len(ref.rewards) for ref in refs]),
+            generated=np.array([n for ref in refs for n in ref.generated], dtype=np.int64),
+            truncated=np.array([t for ref in refs for t in ref.truncated], dtype=np.bool_),
+            episodes=np.array([e for ref in refs for e in ref.episodes], dtype=np.int64),
+            max_new_tokens=max_new_tokens,
+        )
 
 
 def grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:

@@ -4,7 +4,7 @@ launcher (areal-hpc run)
 ├── generator-0 ...   own session each, so that Ctrl-C in a terminal reaches the launcher alone
 ├── rollout-0 ...     SIGTERM is the request to stop, SIGKILL the end of patience
 ├── trainer-0 ...
-└── evaluator-0       each of them stops by itself when its launcher is gone (see roles/process.py)
+└── evaluator-0       each of them stops by itself, in the same order, when its launcher is gone (roles/process.py)
 """
 
 from __future__ import annotations

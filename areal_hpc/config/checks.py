@@ -84,7 +84,7 @@ def check_reference_backend(config: Config) -> Iterator[str]:
 def check_engine_ranks(config: Config) -> Iterator[str]:
     generation = config.generation
     whole = generation.tensor_parallel * generation.pipeline_parallel == 1
-    if generation.backend in (EngineName.EMBEDDED, EngineName.SCRIPTED) and not whole:
+    if generation.backend is EngineName.EMBEDDED and not whole:
         yield (
             f"generation.backend: {generation.backend} runs the model whole; set generation.tensor_parallel and "
             "generation.pipeline_parallel to 1, or choose sglang or vllm"

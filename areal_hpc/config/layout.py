@@ -25,7 +25,6 @@ ENGINES = {
     EngineName.SGLANG.value: "dtp",
     EngineName.VLLM.value: "dtp",
     EngineName.EMBEDDED.value: "d",
-    EngineName.SCRIPTED.value: "d",
 }
 TRAINERS = {
     TrainerBackendName.MEGATRON.value: "dtpce",

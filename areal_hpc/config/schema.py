@@ -27,7 +27,6 @@ class EngineName(StrEnum):
     EMBEDDED = "embedded"
     SGLANG = "sglang"
     VLLM = "vllm"
-    SCRIPTED = "scripted"
 
 
 class TransportName(StrEnum):
@@ -317,7 +316,7 @@ class TrainerConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
     backend: EngineName = EngineName.EMBEDDED
-    """Engine: the embedded CPU engine, SGLang, vLLM, or the scripted fake."""
+    """Engine: the embedded CPU engine, SGLang or vLLM."""
     replicas: int = 1
     """Engines, each with the whole model."""
     tensor_parallel: int = 1

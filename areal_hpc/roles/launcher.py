@@ -220,7 +220,11 @@ def _judge(launcher: LocalLauncher, ended: Sequence[Ended]) -> None:
 
 
 def _judge_stopped(launcher: LocalLauncher, ended: Sequence[Ended]) -> str:
-    """ "stopped" if the trainer that commits did so, or had not begun yet (SIGTERM found no handler)."""
+    """Say "stopped" if the trainer that commits did so, or had not begun yet (SIGTERM found no handler).
+
+    Raises:
+        RoleDied: it did not, so there may be no checkpoint of the last steps.
+    """
     for one in ended:
         if (one.role, one.index) != ("trainer", 0) or one.code in (EXIT_DONE, EXIT_STOPPED, -signal.SIGTERM):
             continue

@@ -13,11 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
@@ -99,22 +100,38 @@ def enter(role: str, index: int, root: Path, epoch: int) -> RoleProcess:
     token = run.token.read_text(encoding="ascii")
     add_secret(token)
     config = load([run.config], [])
-    _stop_without(read_json(run.attempt(epoch).state)["pid"], stop_flag, config.limits.stop_s)
-    recorder = Recorder(run.attempt(epoch).records(role, index), role=role, index=index, epoch=epoch)
+    attempt = run.attempt(epoch)
+    _stop_without(
+        read_json(attempt.state)["pid"],
+        stop_flag,
+        config.limits.stop_s,
+        goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
+    )
+    recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
     return RoleProcess(
         role=role, index=index, run=run, epoch=epoch, config=config, token=token, recorder=recorder, stop_flag=stop_flag
     )
 
 
-def _stop_without(launcher: int, stop_flag: threading.Event, grace_s: float) -> None:
+def _trainer_lives(attempt: AttemptDir) -> bool:
+    """Whether trainer-0 still runs: it may be in a weight update, and commits when it stops."""
+    endpoint = read_if_listed(attempt.endpoint("trainer", 0))
+    return endpoint is not None and start_ticks(endpoint["pid"]) is not None
+
+
+def _stop_without(launcher: int, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]) -> None:
     """Raise the stop flag when process ``launcher`` is not our parent any more, and end here ``grace_s`` later.
 
     A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
-    died before this process could ask the kernel for a signal.
+    died before this process could ask the kernel for a signal. While ``goes_first`` says that somebody lives who still
+    needs this process, the flag stays down, for ``grace_s`` at most.
     """
 
     def watch() -> None:
         while os.getppid() == launcher:
+            time.sleep(LAUNCHER_POLL_S)
+        deadline = time.monotonic() + grace_s
+        while goes_first() and time.monotonic() < deadline:
             time.sleep(LAUNCHER_POLL_S)
         stop_flag.set()
         time.sleep(grace_s)

@@ -78,15 +78,14 @@ class TrainingLoop:
         """Train until ``total_steps``; False when a stop request ended it. Either way the last step is committed."""
         while self.step < self.pace.total_steps:
             began = self.clock()
-            with_groups = self.claim()
-            if with_groups is None:
+            refs = self.claim()
+            if refs is None:
                 self.save()
                 return False
-            minibatches = self.prepare(with_groups)
-            stats = self.update(minibatches)
+            stats = self.update(self.prepare(refs))
             self.step += 1
             self.announce()
-            self.tell(with_groups, minibatches, stats, self.clock() - began)
+            self.tell(refs, stats, self.clock() - began)
             if self.step % self.pace.checkpoint_every == 0:
                 self.save()
         self.save()
@@ -115,9 +114,10 @@ class TrainingLoop:
 
     def prepare(self, refs: Sequence[GroupRef]) -> list[Batch]:
         """This rank's minibatches with advantages and proximal log-probs."""
+        began = self.clock()
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         advantages = find(self.algorithm.name).advantages(
-            advantage_inputs(refs, self.pace.max_new_tokens), self.algorithm
+            AdvantageInputs.of(refs, self.pace.max_new_tokens), self.algorithm
         )
         plan = plan_step(
             lengths=[length for ref in refs for length in ref.lengths],
@@ -138,6 +138,7 @@ class TrainingLoop:
             if self.algorithm.proximal is ProximalMethod.RECOMPUTE:
                 batch = batch.with_proximal(self.backend.logprobs(batch))
             minibatches.append(batch)
+        self.seconds["prepare"] = self.clock() - began
         return minibatches
 
     def _fetch(self, refs: Sequence[GroupRef], needed: Sequence[int]) -> dict[int, TrajectoryGroup]:
@@ -178,9 +179,7 @@ class TrainingLoop:
             self.commit(self.step)
             self.committed = self.step
 
-    def tell(
-        self, refs: Sequence[GroupRef], minibatches: Sequence[Batch], stats: Mapping[str, float], seconds: float
-    ) -> None:
+    def tell(self, refs: Sequence[GroupRef], stats: Mapping[str, float], seconds: float) -> None:
         """The step's record, on rank 0."""
         if self.reader is None:
             return
@@ -204,16 +203,3 @@ class TrainingLoop:
                 **stats,
             },
         )
-
-
-def advantage_inputs(refs: Sequence[GroupRef], max_new_tokens: int) -> AdvantageInputs:
-    """What the advantage functions need of a claim, one entry a trajectory [N], from its metadata alone."""
-    sizes = [len(ref.rewards) for ref in refs]
-    return AdvantageInputs(
-        rewards=np.array([r for ref in refs for r in ref.rewards], dtype=np.float64),
-        groups=np.repeat(np.arange(len(refs)), sizes),
-        generated=np.array([n for ref in refs for n in ref.generated], dtype=np.int64),
-        truncated=np.array([t for ref in refs for t in ref.truncated], dtype=np.bool_),
-        episodes=np.array([e for ref in refs for e in ref.episodes], dtype=np.int64),
-        max_new_tokens=max_new_tokens,
-    )

@@ -1,18 +1,24 @@
 """The trainer's ranks as one: share a plan, agree on a flag, meet at a barrier.
 
 Control travels as JSON bytes over the ranks' own process group, never as pickles. With one rank everything is local and
-torch.distributed is not touched.
+torch.distributed is not touched. Every call waits for all ranks, as long as the group's time-out allows.
+
+Raises, each method: RoleDied when a rank has ended or did not come in time.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+
+from areal_hpc.errors import RoleDied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,8 +30,8 @@ class Ranks:
     def __init__(self, group: ProcessGroup | None = None, device: str = "cpu") -> None:
         self.group = group
         self.device = device
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank: int = 0 if group is None else group.rank()  # dist.get_rank wants a default group, which we have not
+        self.size: int = 1 if group is None else group.size()
 
     @property
     def leads(self) -> bool:
@@ -38,11 +44,13 @@ class Ranks:
             return value
         data = json.dumps(value).encode() if self.leads else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        dist.broadcast(size, group=self.group, group_src=0)
+        with self._together():
+            dist.broadcast(size, group=self.group, group_src=0)
         buffer = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
         if self.leads:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, group=self.group, group_src=0)
+        with self._together():
+            dist.broadcast(buffer, group=self.group, group_src=0)
         return value if self.leads else json.loads(bytes(buffer.cpu().numpy()))
 
     def gather(self, value: Any) -> list[Any]:
@@ -52,11 +60,13 @@ class Ranks:
             return [json.loads(data)]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
-        dist.all_reduce(sizes, group=self.group)
+        with self._together():
+            dist.all_reduce(sizes, group=self.group)
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
+        with self._together():
+            dist.all_gather(every, mine, group=self.group)
         return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(every, sizes.tolist(), strict=True)]
 
     def any(self, flag: bool) -> bool:
@@ -68,9 +78,21 @@ class Ranks:
         if self.group is None:
             return flags
         raised = torch.from_numpy(flags.astype(np.int32)).to(self.device)
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.group)
+        with self._together():
+            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.group)
         return raised.cpu().numpy().astype(np.bool_)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.any(False)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Say in the trainer's words what the collective library means by a closed connection or a time-out."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RoleDied(
+                f"trainer rank {self.rank} of {self.size} lost the other ranks ({str(error).splitlines()[0]}); look "
+                "into the log of the rank that ended first"
+            ) from error

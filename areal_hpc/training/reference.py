@@ -56,6 +56,8 @@ class ReferenceBackend:
     """``TrainerBackend`` of one rank.
 
     Args:
+        temperature: the one that generation uses, above 0.
+        dtype: of the model's weights; the masters stay in float32.
         seed: of this process's random streams.
         group: the trainer's ranks; None where there is one.
         loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
@@ -69,11 +71,11 @@ class ReferenceBackend:
         self,
         *,
         model_path: str,
-        dtype: Dtype,
         algorithm: AlgorithmConfig,
         trainer: TrainerConfig,
         temperature: float,
-        seed: int,
+        dtype: Dtype = Dtype.FLOAT32,
+        seed: int = 1,
         group: ProcessGroup | None = None,
         loss: table.LossFunction | None = None,
     ) -> None:

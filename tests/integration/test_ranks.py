@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from torch.distributed import ProcessGroup
 
+from areal_hpc.errors import RoleDied
 from areal_hpc.training.ranks import Ranks
 from tests.ranks import run_ranks
 
@@ -39,3 +41,19 @@ def test_one_rank_is_its_own_company() -> None:
     assert result["shared"] == {"plan": [[0, 1], []]}
     assert result["any"] == [False, False]
     assert result["any_each"] == [True, False, False]
+
+
+def outlive(group: ProcessGroup) -> str:
+    ranks = Ranks(group)
+    ranks.barrier()
+    if ranks.rank == 1:
+        return "ended"
+    with pytest.raises(RoleDied) as failure:
+        ranks.barrier()
+    return str(failure.value)
+
+
+def test_a_rank_that_ends_is_noticed_by_the_others() -> None:
+    told, ended = run_ranks(2, outlive)
+    assert ended == "ended"
+    assert told.startswith("trainer rank 0 of 2 lost the other ranks (")

@@ -21,6 +21,7 @@ from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.types import Prompt
 
 HERE = Path(__file__).parent
+OTHERS = set[psutil.Process]()
 PROMPT = Prompt(position=4, id="the-prompt", messages=({"role": "user", "content": "?"},), answer="1")
 
 
@@ -38,10 +39,22 @@ async def pool_of(name: str = "act", *, workers: int = 1, timeout_s: float = 30.
         assert children() == []
 
 
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Processes that were there before the test belong to other tests, such as the standard library's trackers."""
+    OTHERS.clear()
+    OTHERS.update(psutil.Process().children(recursive=True))
+
+
+def direct_children() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if process not in OTHERS]
+
+
 def children() -> list[psutil.Process]:
     """Processes below this one; a killed one may take a moment to be gone."""
     for _ in range(100):
-        alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        below = (p for p in psutil.Process().children(recursive=True) if p not in OTHERS)
+        alive = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]
         if not alive:
             break
         time.sleep(0.02)
@@ -181,7 +194,7 @@ def test_a_call_cancelled_while_the_worker_loads_keeps_the_worker() -> None:
     async def test() -> None:
         async with pool_of() as pool:
             call = asyncio.create_task(pool.score("float", PROMPT))
-            (started,) = await until(lambda: psutil.Process().children())
+            (started,) = await until(direct_children)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             call.cancel()
@@ -198,7 +211,7 @@ def test_I6_calls_from_many_tasks_run_in_processes_without_torch() -> None:
             await pool.start()
             assert await asyncio.gather(*(pool.score("int", PROMPT) for _ in range(64))) == [3.0] * 64
             assert await pool.score("torch", PROMPT) == 0.0
-            assert len(psutil.Process().children()) == 2
+            assert len(direct_children()) == 2
 
     run(test())
 
@@ -264,7 +277,7 @@ def test_workers_replaced_many_times_leave_nothing_behind() -> None:
                     await pool.score("exit", PROMPT)
             await pool.score("int", PROMPT)
             assert len(os.listdir("/proc/self/fd")) == before
-            assert len(psutil.Process().children()) == 1
+            assert len(direct_children()) == 1
 
     run(test())
 

@@ -116,7 +116,7 @@ algorithm.adv_norm.std: none | group | batch
 algorithm.adv_norm.leave_one_out: bool
 algorithm.adv_norm.unbiased: bool
 algorithm.adv_norm.eps: float
-generation.backend: embedded | sglang | vllm | scripted
+generation.backend: embedded | sglang | vllm
 generation.replicas: int
 generation.tensor_parallel: int
 generation.pipeline_parallel: int

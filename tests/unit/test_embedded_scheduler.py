@@ -386,8 +386,11 @@ def test_D23_logits_that_are_not_finite_fail_their_request_and_leave_nothing_beh
     with pytest.raises(GenerationError, match="not finite"):
         sequence.done.result(LIMIT_S)
     load(engine, models["old"][0], "1", flush_cache=True)
-    # The short one gets the same row; beside a long one, attention multiplies what lies behind its end by 0.
-    short, long = complete(engine, one(engine, PROMPT, FREE), one(engine, tuple(range(120)), FREE))
+    # The short one gets the same row. Once a longer one decodes beside it, what lies behind its end is multiplied by 0.
+    short, long = one(engine, PROMPT, FREE), one(engine, tuple(range(120)), FREE)
+    at_token(short, 2, lambda: engine.scheduler.submit([long]))
+    complete(engine, short)
+    long.done.result(LIMIT_S)
     for sequence in (short, long):
         assert_logprobs(sequence, expected_logprobs(models["old"][1], sequence))
 

@@ -22,7 +22,7 @@ ALLOCATIONS = {  # dp, tp, pp, cp, ep, etp, edp, world size
 
 REFUSED = {
     "fsdp:d4p2": "'d4p2' has p; this backend takes only d (data), t (tensor), c (context)",
-    "d4": "write backend:sizes, such as sglang:d4t2; backends are sglang, vllm, embedded, scripted, megatron",
+    "d4": "write backend:sizes, such as sglang:d4t2; backends are sglang, vllm, embedded, megatron",
     "sglang:d4+fsdp:d4": "write backend:sizes",
     "megatron:(attn:d2p2|ffn:p4)": "ffn has p4, attn p2; a stage holds both, write the same p",
     "sglang:d0": "'d0' is no row of letter and positive number",

@@ -77,8 +77,7 @@ def config_of(train: str | Path, **options: Any) -> PromptsConfig:
 def stream_of(
     dataset: Dataset, config: PromptsConfig, consumed: Watermark | None = None, **options: int
 ) -> PromptStream:
-    shares = {"seed": 1, "shard": 0, "num_shards": 1} | options
-    return PromptStream(dataset, config, consumed=Watermark() if consumed is None else consumed, **shares)
+    return PromptStream(dataset, config, consumed=consumed, **{"seed": 1} | options)
 
 
 def refused(config: PromptsConfig) -> str:

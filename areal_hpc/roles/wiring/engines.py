@@ -64,14 +64,9 @@ class ServedEngine:
 
 @asynccontextmanager
 async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
-    """This replica's engine, answering HTTP on loopback.
-
-    Raises:
-        ConfigError: the engine is not one that this version starts.
-    """
+    """This replica's engine, answering HTTP on loopback."""
     config = process.config
-    if config.generation.backend is not EngineName.EMBEDDED:
-        raise ConfigError(f"generation.backend: {config.generation.backend} cannot be started yet; use embedded")
+    assert config.generation.backend is EngineName.EMBEDDED, "preflight lets no other pass"
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
     from areal_hpc.generation.embedded.server import start_server
 

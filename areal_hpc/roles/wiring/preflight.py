@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc.config.schema import Config
-from areal_hpc.errors import DataError
+from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.engines import dotted, make_model
 from areal_hpc.rollout.reward_pool import RewardPool
@@ -16,8 +16,9 @@ def preflight(config: Config) -> None:
 
     Raises:
         DataError: a data set, one of its rows, or the model directory cannot be used.
-        ConfigError: the workflow, the reward or the model's maker cannot be imported.
+        ConfigError: this version cannot start a backend; the workflow, reward or model's maker cannot be imported.
     """
+    _refuse_what_cannot_start(config)
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
         evaluation = open_dataset(config.prompts, "eval", config.seed)
@@ -26,6 +27,13 @@ def preflight(config: Config) -> None:
     dotted(config.rollout.workflow, "rollout.workflow")
     asyncio.run(_load_reward(config))
     make_model(config)
+
+
+def _refuse_what_cannot_start(config: Config) -> None:
+    if config.generation.backend is not EngineName.EMBEDDED:
+        raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
+    if config.trainer.backend is not TrainerBackendName.REFERENCE:
+        raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
 
 
 async def _load_reward(config: Config) -> None:

@@ -12,7 +12,6 @@ from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import TrainerBackendName, TransportName
-from areal_hpc.errors import ConfigError
 from areal_hpc.fs import RunDir
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
@@ -51,6 +50,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes."""
     config = process.config
     if config.trainer.ranks == 1:
+        process.publish_endpoint({})
         return Ranks()
     from areal_hpc import accelerator
     from areal_hpc.collective import host_store, join_group
@@ -72,13 +72,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
 
 
 def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
-    """
-    Raises:
-        ConfigError: the backend is not one that this version has.
-    """
     config = process.config
-    if config.trainer.backend is not TrainerBackendName.REFERENCE:
-        raise ConfigError(f"trainer.backend: {config.trainer.backend} is not there yet; use reference")
+    assert config.trainer.backend is TrainerBackendName.REFERENCE, "preflight lets no other pass"
     from areal_hpc.training.reference import ReferenceBackend
 
     return ReferenceBackend(

@@ -1,0 +1,157 @@
+"""A run started as a person starts it: ``python -m areal_hpc run`` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from areal_hpc.checkpoint import CHECKPOINT_NAME, verify
+from areal_hpc.fs import RunDir
+from areal_hpc.telemetry import Record, RecordReader
+from areal_hpc.watermark import Watermark
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIMIT_S = 120.0
+"""Far more than any wait takes on a busy machine."""
+
+GROUPS = 2
+CONFIG: dict[str, Any] = {
+    "name": "run",
+    "model": {"max_tokens": 128},
+    "prompts": {"train": "tiny_task:Numbers", "eval": "tiny_task:Numbers"},
+    "rollout": {
+        "reward": "tiny_task:spread",
+        "group_size": 2,
+        "concurrency": 8,
+        "sampling": {"max_new_tokens": 48},
+        "filter": {"zero_variance": False},
+    },
+    "buffer": {"max_staleness": 1, "commit_s": 0.05},
+    "algorithm": {"groups_per_step": GROUPS},
+    "trainer": {"total_steps": 5, "optimizer": {"lr": 1.0e-2}},
+    "weights": {"bucket_mb": 0.05},
+    "checkpoint": {"every_steps": 100},
+}
+"""About five steps in two seconds, once everything is up."""
+
+
+def until(what: str, ready: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    deadline = time.monotonic() + limit_s
+    while not (answer := ready()):
+        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
+        time.sleep(0.02)
+    return answer
+
+
+def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``areal-hpc`` to its end."""
+    line = [sys.executable, "-m", "areal_hpc", *map(str, words)]
+    return subprocess.run(
+        line, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False, **options
+    )
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+class Launched:
+    """One start of a run."""
+
+    def __init__(self, root: Path, *words: str) -> None:
+        self.run = RunDir(root)
+        self.output = root.parent / f"{root.name}.{time.monotonic_ns()}.txt"
+        with self.output.open("wb") as file:
+            line = [sys.executable, "-m", "areal_hpc", "run", *words]
+            self.process = subprocess.Popen(
+                line, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+        self.seen: dict[int, psutil.Process] = {}  # every process that this start was seen to have
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """The living role processes, by name."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it ended, or is a zombie
+                line = child.cmdline()
+                if "areal_hpc.roles" in line:
+                    role, index = line[line.index("areal_hpc.roles") + 1 :][:2]
+                    found[f"{role}-{index}"] = child
+                    self.seen |= {process.pid: process for process in (child, *child.children(recursive=True))}
+        return found
+
+    def records(self, kind: str) -> list[Record]:
+        attempt = self.run.newest_attempt() if self.run.attempts.is_dir() else None
+        return [] if attempt is None else [r for r in RecordReader(attempt.telemetry).poll() if r.kind == kind]
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            assert self.process.poll() is None, self.text
+            return any(record.number("step") >= step for record in self.records("step"))
+
+        until(f"step {step}", reached)
+        self.roles()
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code, once the launcher has ended."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {limit_s} s:\n{self.text}") from None
+
+    def left_over(self) -> list[psutil.Process]:
+        return [process for process in self.seen.values() if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def launched(directory: Path, model: Path, *words: str, name: str = "run") -> Iterator[Launched]:
+    """Start run ``name`` of ``CONFIG`` in ``directory``; whatever it leaves is killed by pid in the end."""
+    started = Launched(directory / name, *arguments(directory, model), f"name={name}", *words)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.roles()
+            started.process.kill()
+            started.process.wait()
+        for process in started.left_over():
+            process.kill()
+
+
+def arguments(directory: Path, model: Path) -> list[str]:
+    config = directory / "config.yaml"
+    if not config.exists():
+        config.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    return [str(config), f"run_root={directory}", f"model.path={model}"]
+
+
+def newest_checkpoint(run: RunDir) -> Any:
+    """The checkpoint of the newest attempt with the highest step, verified."""
+    names = [name for name in os.listdir(run.checkpoints) if CHECKPOINT_NAME.fullmatch(name)]
+    return verify(run.checkpoints / max(names, key=lambda name: (name[-8:], name)))
+
+
+def num_consumed(run: RunDir) -> int:
+    """Different prompt positions that the newest checkpoint counts as consumed."""
+    return len(Watermark.from_state(newest_checkpoint(run).state["ring"]["consumed"]))

@@ -1,0 +1,57 @@
+"""Prompts and rewards for whole runs in tests; the model has random weights, so nothing can be learned here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from areal_hpc.types import Prompt
+
+Row = Mapping[str, Any]
+
+
+class Numbers(Sequence[Row]):
+    """1000 short prompts, ``{"prompt", "answer"}`` each; the answer is the row's number."""
+
+    def __init__(self, split: str = "train", seed: int = 0) -> None:
+        self._name = split
+
+    def __len__(self) -> int:
+        return 1000
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return {"prompt": f"{self._name} {index}", "answer": index, "id": f"{self._name}-{index}"}
+
+
+def spread(text: str, answer: int, prompt: Prompt) -> float:
+    """Between 1 and 2, by how many different letters the text has: two random answers rarely get the same."""
+    return 1.0 + len(set(text)) / 256
+
+
+def sometimes(text: str, answer: int, prompt: Prompt) -> float:
+    """As ``spread``, but for every third prompt it sleeps for ever, and for the one after it raises."""
+    if answer % 3 == 0:
+        time.sleep(3600)
+    if answer % 3 == 1:
+        raise RuntimeError("this prompt has no reward")
+    return spread(text, answer, prompt)
+
+
+def never(text: str, answer: int, prompt: Prompt) -> float:
+    raise RuntimeError("no text has a reward")
+
+
+def make_for_ever(path: Path, seed: int) -> None:
+    """A model's maker that never comes to an end; says that it began by a file beside the model."""
+    path.with_name("making").touch()
+    time.sleep(3600)

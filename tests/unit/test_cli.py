@@ -1,0 +1,125 @@
+"""The command line: one line for a mistake, its exit code, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_hpc.cli import main
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import RoleDied, RunDirError
+from areal_hpc.fs import RunDir, publish, publish_json
+from areal_hpc.roles import launcher
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["config", QUICKSTART], ["keys"], ["--version"]])
+def test_what_only_tells_starts_without_torch(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom areal_hpc.cli import main\ntry: main()\nfinally: print(sorted(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout
+    loaded = set(yaml.safe_load(done.stderr))
+    assert "areal_hpc.cli" in loaded
+    assert not loaded & {"torch", "transformers", "aiohttp", "matplotlib"}
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """The one line that a mistake gets."""
+    assert main(words) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("areal-hpc: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_an_unknown_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "trainer.total_steps" in refused(["config", QUICKSTART, "trainer.total_stepz=3"], capsys)
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_directory_without_a_run_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        assert f"{path} is not a run directory" in refused([command, str(path)], capsys)
+
+
+def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(tmp_path / "run")
+    publish(run.config, b"")
+    assert "has never been started" in refused(["stop", str(run.root)], capsys)
+    attempt = run.attempt(1).create()
+    publish_json(attempt.state, {"state": "finished", **Owner.this_process().record()})
+    assert main(["stop", str(run.root)]) == 0
+    assert capsys.readouterr().out == f"{run.root}: finished\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RunDirError("in use; stop it"), 2, "in use; stop it"),
+        (RoleDied("trainer-0 ended"), 1, "trainer-0 ended"),
+        (PermissionError(13, "Permission denied", "/runs"), 1, "[Errno 13] Permission denied: '/runs'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=["user", "run", "system", "ctrl-c"],
+)
+def test_how_a_run_fails_is_one_line_and_a_code(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(launcher, "run_local", fail)
+    monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
+    assert refused(["run", QUICKSTART], capsys, code) == f"areal-hpc: {line}\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launcher, "run_local", fail)
+    monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", QUICKSTART])
+
+
+def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def note(config: Config, **options: object) -> int:
+        seen.update(options, seed=config.seed, name=config.name)
+        return 0
+
+    monkeypatch.setattr(launcher, "run_local", note)
+    monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
+    assert main(["run", QUICKSTART, "seed=5", "--resume", "name=other"]) == 0
+    assert (seen["seed"], seen["name"], seen["resume"], seen["takeover"]) == (5, "other", True, False)
+
+
+@pytest.mark.parametrize("words", [["run", QUICKSTART, "--resumed"], ["status", "a", "b"], []])
+def test_words_that_no_command_takes_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
