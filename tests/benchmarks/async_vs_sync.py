@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/async_vs_sync.py [--staleness 0 2] [--repeats 2]
 
 One engine of one thread and one trainer of one thread: two busy processes, so two cores that nobody else uses. Answers
-have exact lengths, ``ignore_eos`` up to a limit that each prompt draws from a log-normal (median 24 tokens, at most 8
+have exact lengths, ``ignore_eos`` up to a limit that each prompt draws from a log-normal (median 48 tokens, at most 8
 times that), the same in every run; weights are random and the reward says nothing, for only the clock matters. The runs
 of a repetition follow each other, in every second one the other way round, so that a drift of the machine hits all.
 
@@ -38,16 +38,16 @@ from areal_hpc.rollout.workflows import SingleTurn
 from areal_hpc.types import Prompt, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
-MEDIAN, SIGMA, SHORTEST, LONGEST = 24, 0.9, 4, 192
+MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.9, 4, 384
 SHAPE = {
-    "hidden_size": 192,
-    "intermediate_size": 576,
-    "num_hidden_layers": 6,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
     "initializer_range": 0.02,
     "max_position_embeddings": 512,
 }
 CONFIG: Mapping[str, Any] = {
-    "model": {"max_tokens": 288},
+    "model": {"max_tokens": 480},
     "prompts": {"train": "areal_hpc.tasks.sort_digits:SortDigits"},
     "rollout": {
         "workflow": "async_vs_sync:SkewedLengths",
@@ -57,7 +57,7 @@ CONFIG: Mapping[str, Any] = {
         "sampling": {"max_new_tokens": LONGEST},
         "filter": {"zero_variance": False},
     },
-    "algorithm": {"name": "grpo", "groups_per_step": 8},
+    "algorithm": {"name": "grpo", "groups_per_step": 4},
     "trainer": {"tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-6}, "threads": 1},
     "generation": {"max_running": 256, "threads": 1},
     "checkpoint": {"every_steps": 1000},
@@ -121,7 +121,8 @@ def figures(run_dir: Path, warmup: int) -> dict[str, float]:
     steps = [r for r in _records(telemetry / "trainer-0.jsonl") if r["kind"] == "step"]
     began, ended, counted = steps[warmup - 1]["time"], steps[-1]["time"], steps[warmup:]
     seconds = ended - began
-    engine = [r for r in _records(telemetry / "generator-0.jsonl") if began <= r.get("time", 0) <= ended]
+    engine = [r for r in _records(telemetry / "generator-0.jsonl") if r["kind"] == "generation"]
+    engine = [r for r in engine if began <= r["time"] <= ended]
     generated = (engine[-1]["tokens"] - engine[0]["tokens"]) / (engine[-1]["time"] - engine[0]["time"])
     return {
         "steps_per_s": round(len(counted) / seconds, 3),
@@ -137,9 +138,7 @@ def figures(run_dir: Path, warmup: int) -> dict[str, float]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """Lines of one process; its values lie beside the envelope."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{**line, **line.get("values", {})} for line in lines]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
