@@ -64,7 +64,7 @@ class Recipe:
     batch: int = 64
     skill_goal: float = 0.9
     skill_steps: int = 400
-    """Give up past so many steps; nine in ten are right after 120 to 200."""
+    """Give up past so many steps; nine in ten are right after 110 to 150."""
     skill_lr: float = 4e-3
     warmup_steps: int = 30
     check_every: int = 5

@@ -154,18 +154,19 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Bars of the mean trained tokens a second, a dot for each run."""
+    """Bars of the mean trained tokens a second, a dot for each run, a line through those of one repetition."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot
 
     bounds = sorted({row["max_staleness"] for row in rows})
-    speeds = [[row["trained_tok_s"] for row in rows if row["max_staleness"] == bound] for bound in bounds]
+    in_order = sorted(rows, key=lambda row: row["repeat"])
+    speeds = [[row["trained_tok_s"] for row in in_order if row["max_staleness"] == bound] for bound in bounds]
     figure, axes = pyplot.subplots(figsize=(4.5, 3.2), layout="constrained")
     axes.bar(range(len(bounds)), [mean(speed) for speed in speeds], width=0.6, color="#4c78a8")
-    for place, speed in enumerate(speeds):
-        axes.plot([place] * len(speed), speed, "o", color="#222222", markersize=4)
+    for pair in zip(*speeds, strict=True):
+        axes.plot(range(len(bounds)), pair, "o-", color="#222222", markersize=4, linewidth=0.8)
     axes.set_xticks(range(len(bounds)), [f"{bound}\nsynchronous" if bound == 0 else str(bound) for bound in bounds])
     axes.set(xlabel="buffer.max_staleness", ylabel="trained tokens / s", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
