@@ -13,12 +13,14 @@ A stop request is looked at wherever the loop waits and at every step's edge, an
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
@@ -82,10 +84,11 @@ class TrainingLoop:
             if refs is None:
                 self.save()
                 return False
-            stats = self.update(self.prepare(refs))
+            minibatches, trained = self.prepare(refs)
+            stats = self.update(minibatches)
             self.step += 1
             self.announce()
-            self.tell(refs, stats, self.clock() - began)
+            self.tell(trained, stats, self.clock() - began)
             if self.step % self.pace.checkpoint_every == 0:
                 self.save()
         self.save()
@@ -112,8 +115,8 @@ class TrainingLoop:
             time.sleep(CLAIM_POLL_S)
         return None
 
-    def prepare(self, refs: Sequence[GroupRef]) -> list[Batch]:
-        """This rank's minibatches with advantages and proximal log-probs."""
+    def prepare(self, refs: Sequence[GroupRef]) -> tuple[list[Batch], list[GroupRef]]:
+        """This rank's minibatches with advantages and proximal log-probs, and the groups that all ranks can read."""
         began = self.clock()
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         advantages = find(self.algorithm.name).advantages(
@@ -127,7 +130,7 @@ class TrainingLoop:
             seed=self.pace.seed + self.step,
         )
         mine = [minibatch[self.ranks.rank] for minibatch in plan]
-        groups = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
+        groups, damaged = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
         minibatches = []
         for share in mine:
             readable = [index for index in share if owners[index][0] in groups]
@@ -139,10 +142,12 @@ class TrainingLoop:
                 batch = batch.with_proximal(self.backend.logprobs(batch))
             minibatches.append(batch)
         self.seconds["prepare"] = self.clock() - began
-        return minibatches
+        return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
 
-    def _fetch(self, refs: Sequence[GroupRef], needed: Sequence[int]) -> dict[int, TrajectoryGroup]:
-        """The needed groups that are readable everywhere; a damaged one is left out on all ranks and issued again."""
+    def _fetch(
+        self, refs: Sequence[GroupRef], needed: Sequence[int]
+    ) -> tuple[dict[int, TrajectoryGroup], NDArray[np.bool_]]:
+        """The needed groups that are readable, and which of all [N] are damaged: left out everywhere, issued again."""
         groups: dict[int, TrajectoryGroup] = {}
         damaged = np.zeros(len(refs), dtype=np.bool_)
         for index in needed:
@@ -156,7 +161,7 @@ class TrainingLoop:
             groups.pop(index, None)
             if self.reader is not None:
                 self.reader.discard(refs[index], Drop.CORRUPT)
-        return groups
+        return groups, damaged
 
     def update(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
         began = self.clock()
@@ -180,20 +185,20 @@ class TrainingLoop:
             self.committed = self.step
 
     def tell(self, refs: Sequence[GroupRef], stats: Mapping[str, float], seconds: float) -> None:
-        """The step's record, on rank 0."""
+        """The step's record, on rank 0; ``refs`` are the groups that were trained on, perhaps none."""
         if self.reader is None:
             return
         ring = self.reader.stats()
         trained = sum(sum(ref.lengths) for ref in refs)
         busy = self.seconds["train"] + 1e-9
-        rewards = [reward for ref in refs for reward in ref.rewards]
+        rewards = np.array([reward for ref in refs for reward in ref.rewards])
         self.record(
             "step",
             {
                 "step": self.step,
                 "version": self.step,
-                "reward_mean": float(np.mean(rewards)),
-                "reward_std": float(np.std(rewards)),
+                "reward_mean": rewards.mean() if rewards.size else math.nan,
+                "reward_std": rewards.std() if rewards.size else math.nan,
                 "tokens_trained": trained,
                 "tokens_generated": sum(sum(ref.generated) for ref in refs),
                 "train_tokens_per_s": trained / busy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -304,6 +305,9 @@ def test_a_damaged_group_is_left_out_and_made_again(bad: tuple[int, ...]) -> Non
     assert set(bad) <= {position for position, _ in world.trained()}
     assert set(Counter(world.trained()).values()) == {1}
     assert world.records[-1][f"ring_dropped_{Drop.CORRUPT}"] == len(bad)
+    whole = world.records[-1]["tokens_generated"]
+    assert world.records[0]["tokens_generated"] == whole * (2 - len(bad)) / 2, "what was left out is not counted"
+    assert math.isnan(world.records[0]["reward_mean"]) == (len(bad) == 2)
 
 
 class ThreadRanks(Ranks):
