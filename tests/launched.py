@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -74,7 +75,14 @@ class Launched:
         with self.output.open("wb") as file:
             line = [sys.executable, "-m", "areal_hpc", "run", *words]
             self.process = subprocess.Popen(
-                line, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                line,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                # A shell that runs the tests in the background hands SIGINT down as ignored; a person's shell does not.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
             )
         self.seen: dict[int, psutil.Process] = {}  # every process that this start was seen to have
 

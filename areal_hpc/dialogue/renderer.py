@@ -27,7 +27,9 @@ class ChatRenderer:
 
     def __init__(self, model_path: str) -> None:
         self._path = Path(model_path)
-        self._tokenizer = _load_tokenizer(self._path)
+        self._tokenizer = load_tokenizer(self._path)
+        if not self._tokenizer.chat_template:
+            raise DataError(f"{model_path} has no chat template; add chat_template.jinja, or use a chat model")
         self._lock = threading.Lock()
         self.eos_token_ids = _eos_token_ids(self._path, self._tokenizer)
 
@@ -65,19 +67,30 @@ def as_token_ids(rendered: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in ids)
 
 
-def _load_tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint directory, as transformers has it.
 
+    Raises:
+        DataError: the directory holds none that can be loaded.
+    """
     if not path.is_dir():
         raise DataError(f"{path} is not a directory; set `model.path` to a Hugging Face checkpoint on disk")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:  # what transformers raises for missing and for unreadable files
         why = " ".join(str(error).split())
         raise DataError(f"{path} holds no tokenizer that can be loaded ({why}); copy tokenizer.json to it") from error
-    if not tokenizer.chat_template:
-        raise DataError(f"the tokenizer in {path} has no chat template; add chat_template.jinja, or use a chat model")
-    return tokenizer
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """tokenizer.json says everything; what reads it alone loads in a quarter of the time, and without torch."""
+    if (path / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:

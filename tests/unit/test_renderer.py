@@ -125,6 +125,22 @@ def test_G11_a_prompt_may_contain_the_padding_token(tmp_path: Path) -> None:
     assert ids.count(renderer.eos_token_ids[0]) == 3
 
 
+def test_the_tokenizer_file_alone_renders_as_the_automatic_class_does(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    reference = AutoTokenizer.from_pretrained(path)
+    rendered = ChatRenderer(path).render(CHAT)
+    assert rendered == as_token_ids(reference.apply_chat_template(CHAT, add_generation_prompt=True))
+    assert ChatRenderer(path).decode(rendered) == reference.decode(list(rendered), skip_special_tokens=True)
+
+
+def test_a_renderer_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from areal_hpc.dialogue.renderer import ChatRenderer\n"
+        "ChatRenderer(sys.argv[1]).render([{'role': 'user', 'content': 'hi'}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, make_model(tmp_path)], check=False).returncode == 0
+
+
 def test_J14_templates_are_utf8_in_any_locale(tmp_path: Path) -> None:
     path = make_model(tmp_path, template=ACCENTED)
     assert "«Größe»" in (tmp_path / "chat_template.jinja").read_text(encoding="utf-8")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.dialogue.renderer import load_tokenizer
+
 INCOMPLETE = "\ufffd"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -42,9 +44,7 @@ def load_text(directory: Path) -> Text | None:
     """The tokenizer of a checkpoint directory, or None where it has none: such an engine speaks ids only."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
-    return Text(AutoTokenizer.from_pretrained(str(directory)))
+    return Text(load_tokenizer(directory))
 
 
 class IncrementalText:
