@@ -144,7 +144,7 @@ def test_an_engine_that_stands_still_is_waited_for_no_longer_than_the_limit() ->
         os.kill(pid, signal.SIGSTOP)
         await loses(fleet, 1)
 
-    scenario(body, timeout_s=8)
+    scenario(body, timeout_s=5)
 
 
 def test_an_engine_that_hangs_in_a_bucket_is_waited_for_no_longer_than_the_limit() -> None:
@@ -153,7 +153,7 @@ def test_an_engine_that_hangs_in_a_bucket_is_waited_for_no_longer_than_the_limit
         await fleet.fault(0, LOAD, None, "hang")
         await loses(fleet, 0)
 
-    scenario(body, timeout_s=8)
+    scenario(body, timeout_s=5)
 
 
 def test_an_engine_that_does_not_join() -> None:
@@ -161,7 +161,7 @@ def test_an_engine_that_does_not_join() -> None:
         await fleet.fault(0, "/init_weights_update_group", 400)
         await loses(fleet, 0, match="told to fail with 400")
 
-    scenario(body, timeout_s=8)
+    scenario(body, timeout_s=5)
 
 
 def test_an_engine_that_cannot_be_resumed() -> None:
@@ -187,7 +187,7 @@ def test_a_publish_that_is_cancelled_does_not_spoil_the_next() -> None:
         await fleet.serves(0, 3)
         await fleet.serves(1, 3)
 
-    scenario(body, timeout_s=8)
+    scenario(body, timeout_s=5)
 
 
 def test_D21_every_membership_has_a_group_name_of_its_own_and_keeps_it() -> None:
