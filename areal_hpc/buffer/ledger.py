@@ -198,6 +198,10 @@ class Ledger:
             text += (
                 f"; waiting for tickets of version {bound} or older, which would become too old, of writers {writers}"
             )
+        if self.drops:
+            text += "; dropped so far: " + ", ".join(
+                f"{count} {reason}" for reason, count in sorted(self.drops.items())
+            )
         return text
 
     def stats(self) -> dict[str, float]:

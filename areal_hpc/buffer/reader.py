@@ -100,14 +100,26 @@ class RingReader:
         Raises:
             Fenced: a newer attempt owns the run.
         """
+        self._take_in()
+        refs = self._ledger.claim(num_groups, version)
+        self._publish(only_if_changed=True)
+        return refs
+
+    def poll(self) -> None:
+        """Let new writers begin while nothing is claimed; ``claim`` does the same on its way.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        self._take_in()
+        self._publish(only_if_changed=True)
+
+    def _take_in(self) -> None:
         self._discover()
         for slot, chain in list(self._live.items()):
             self._feed(chain)
             if chain.ended:
                 self._retire(self._live.pop(slot), slot)
-        refs = self._ledger.claim(num_groups, version)
-        self._publish(only_if_changed=True)
-        return refs
 
     def read(self, ref: GroupRef) -> TrajectoryGroup:
         """The group at ``ref``.

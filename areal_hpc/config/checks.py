@@ -91,6 +91,11 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
         )
 
 
+def check_server_args(config: Config) -> Iterator[str]:
+    if config.generation.backend is EngineName.EMBEDDED and config.generation.server_args:
+        yield "generation.server_args: the embedded engine takes none; remove them, or choose sglang or vllm"
+
+
 def check_algorithm_settings(config: Config) -> Iterator[str]:
     try:
         check_algorithm(config.algorithm, config.rollout.group_size, config.buffer.max_staleness)
@@ -199,6 +204,7 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_virtual_pipeline,
     check_reference_backend,
     check_engine_ranks,
+    check_server_args,
     check_algorithm_settings,
     check_groups,
     check_minibatches,

@@ -344,7 +344,7 @@ class EvaluationConfig:
     every_steps: int = 0
     """Evaluate each so many optimizer steps, and after the last; 0 evaluates never."""
     at_start: bool = True
-    """Also evaluate the weights the run starts from; training waits with its first new version until it is done."""
+    """Also evaluate the weights the run starts from; the first optimizer step waits until it is done."""
     num_prompts: int = 128
     """Evaluation prompts, the first ones of `prompts.eval`."""
     samples: int = 1
@@ -370,7 +370,7 @@ class LimitsConfig:
     weight_update_s: float = 120.0
     """Longest time for one weight update to reach every engine."""
     stop_s: float = 10.0
-    """Longest time for everything to end after a stop request, final checkpoint included."""
+    """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,12 @@ import time
 from collections.abc import Sequence
 
 from areal_hpc.config.schema import EvaluationConfig
-from areal_hpc.errors import GenerationError, RewardError
+from areal_hpc.errors import ConfigError, GenerationError
 from areal_hpc.fs import publish_json
 from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
+from areal_hpc.rollout.episodes import SAMPLE_FAILURES
 from areal_hpc.types import Prompt, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
@@ -101,9 +102,12 @@ async def _answer(parts: EvaluationParts, name: str, prompt: Prompt, sampling: S
         max_tokens=parts.max_tokens,
     )
     try:
-        return await parts.workflow.run(prompt, episode)
-    except (GenerationError, RewardError) as error:
-        log.warning("evaluation sample %s failed: %s", name, error)
+        async with asyncio.timeout(parts.timeout_s):
+            return await parts.workflow.run(prompt, episode)
+    except ConfigError:
+        raise
+    except SAMPLE_FAILURES as error:
+        log.warning("evaluation sample %s failed: %s: %s", name, type(error).__name__, error)
         return ()
 
 

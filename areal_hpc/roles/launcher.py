@@ -51,14 +51,16 @@ CHANGEABLE = (
     "generation.threads",
     "limits.",
     "rollout.concurrency",
+    "rollout.reward_timeout_s",
     "rollout.reward_workers",
+    "rollout.timeout_s",
     "run_root",
     "telemetry.",
     "trainer.threads",
     "trainer.total_steps",
     "weights.",
 )
-"""Keys that may change from one attempt of a run to the next: none of them changes what is learned from a sample."""
+"""Keys that may change from one attempt of a run to the next; a falling learning rate follows a new total_steps."""
 
 
 @dataclass(slots=True)

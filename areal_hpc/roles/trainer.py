@@ -141,12 +141,21 @@ class Member:
         self.ranks.barrier()
 
     def wait_for_start_evaluation(self, start_step: int) -> None:
-        """Let the evaluator measure the weights the run starts from before new ones replace them."""
+        """Let the evaluator measure the weights the run starts from before new ones replace them.
+
+        Rollout workers fill the ring meanwhile.
+        """
         evaluation = self.process.config.evaluation
-        if self.ranks.leads and start_step == 0 and evaluation.every_steps and evaluation.at_start:
+        if self.side is not None and start_step == 0 and evaluation.every_steps and evaluation.at_start:
+            reader = self.side.reader
+
+            def done() -> bool:
+                reader.poll()
+                return self.process.stopping() or 0 in self.process.run.evaluated_steps()
+
             wait_for(
                 "the evaluation of the start weights",
-                lambda: self.process.stopping() or 0 in self.process.run.evaluated_steps(),
+                done,
                 self.process.config.limits.starve_s,  # an episode's time limit is below it
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )

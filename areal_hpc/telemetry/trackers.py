@@ -151,15 +151,16 @@ class WandbSink:
         import wandb
 
         make_private_directory(self._directory)
-        run = wandb.init(
-            project="areal-hpc",
-            name=self._name,
-            id=self._run_id(),
-            resume="allow",
-            mode=self._mode,
-            dir=str(self._directory),
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
-        )
+        arguments: dict[str, Any] = {
+            "project": "areal-hpc",
+            "name": self._name,
+            "id": self._run_id(),
+            "resume": "allow",
+            "mode": self._mode,
+            "dir": str(self._directory),
+            "settings": wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        }
+        run = wandb.init(**arguments)
         for kind in sorted(TRACKED):
             run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
         return run

@@ -124,6 +124,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "trainer.backend: reference is data-parallel only",
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
+    "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),
     "check_lengths, overlong": ({"algorithm__overlong__tokens": 513}, "algorithm.overlong.tokens: a penalty zone"),
     "check_algorithm_settings, E14: a group of one": (

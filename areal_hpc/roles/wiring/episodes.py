@@ -33,11 +33,13 @@ class Pinned:
 
     def __init__(self, router: Router, published: Callable[[], int]) -> None:
         self._router, self._published, self._pinned = router, published, 0
+        self._pinning = asyncio.Lock()
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        if (version := self._published()) > self._pinned:
-            self._pinned = version
-            await self._router.expect(version)
+        async with self._pinning:
+            if (version := self._published()) > self._pinned:
+                await self._router.expect(version)
+                self._pinned = version
         return await self._router.generate(request)
 
     async def close(self) -> None:
@@ -123,6 +125,7 @@ class EvaluationParts:
     sampling: Callable[[int, int], Sampling]
     """Of a sample by its number and attempt: the same in every evaluation, so that two differ by their weights only."""
     max_tokens: int
+    timeout_s: float
     prefix: str
     newest_version: Callable[[], int | None]
     """Optimizer steps behind the weights that this attempt's engines serve; None before the first."""
@@ -151,6 +154,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
                 temperature=config.evaluation.temperature,
             ),
             max_tokens=config.model.max_tokens,
+            timeout_s=config.rollout.timeout_s,
             prefix=f"a{process.epoch}",
             newest_version=lambda: _newest_version(process),
             evaluated=lambda: _evaluated(process),

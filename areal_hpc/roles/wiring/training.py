@@ -11,11 +11,11 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.derived import ring_capacity
-from areal_hpc.config.schema import TrainerBackendName, TransportName
+from areal_hpc.config.schema import EngineName, TrainerBackendName, TransportName
 from areal_hpc.fs import RunDir
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
-from areal_hpc.protocols import RolloutReader, TrainerBackend, WeightTarget, WeightTransport
+from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import make_clients
 from areal_hpc.training.ranks import Ranks
@@ -91,7 +91,7 @@ def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
 class TrainerSide:
     """What only rank 0 has."""
 
-    reader: RolloutReader
+    reader: RingReader
     transport: WeightTransport
     clients: Sequence[EngineClient]
     """Of the engines that the transport serves; whoever closes the transport closes them after it."""
@@ -126,10 +126,13 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
         return DiskTransport(process.run.weights, targets, epoch=process.epoch, timeout_s=config.limits.weight_update_s)
     from areal_hpc import accelerator
 
+    embedded = (
+        config.generation.backend is EngineName.EMBEDDED
+    )  # its tensors are on the CPU, wherever the trainer's are
     return BroadcastTransport(
         targets,
         epoch=process.epoch,
-        backend=accelerator.detect().collective,
+        backend=(accelerator.CPU if embedded else accelerator.detect()).collective,
         bucket_bytes=int(config.weights.bucket_mb * MIB),
         timeout_s=config.limits.weight_update_s,
     )
