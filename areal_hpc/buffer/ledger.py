@@ -199,9 +199,8 @@ class Ledger:
                 f"; waiting for tickets of version {bound} or older, which would become too old, of writers {writers}"
             )
         if self.drops:
-            text += "; dropped so far: " + ", ".join(
-                f"{count} {reason}" for reason, count in sorted(self.drops.items())
-            )
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.drops.items()))
+            text += f"; dropped so far: {counts}"
         return text
 
     def stats(self) -> dict[str, float]:

@@ -126,9 +126,8 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
         return DiskTransport(process.run.weights, targets, epoch=process.epoch, timeout_s=config.limits.weight_update_s)
     from areal_hpc import accelerator
 
-    embedded = (
-        config.generation.backend is EngineName.EMBEDDED
-    )  # its tensors are on the CPU, wherever the trainer's are
+    # The embedded engine's tensors are on the CPU, wherever the trainer's are.
+    embedded = config.generation.backend is EngineName.EMBEDDED
     return BroadcastTransport(
         targets,
         epoch=process.epoch,
