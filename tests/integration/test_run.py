@@ -356,10 +356,10 @@ def test_samples_whose_reward_hangs_or_raises_are_failed_and_never_0(model: Path
         "RewardError"
     }
     trained = [trajectory.reward for _, group in groups_in(started.run) for trajectory in group.trajectories]
-    assert min(trained) > 1.0, "a failed reward was counted"
+    assert min(trained) >= 1.0, "a failed reward was counted"  # an empty answer is worth exactly 1
     steps = started.records("step")
     assert [record.number("step") for record in steps] == list(range(1, STEPS + 1))
-    assert all((record.number("reward_mean") or 0.0) > 1.0 for record in steps)
+    assert all((record.number("reward_mean") or 0.0) >= 1.0 for record in steps)
     dropped = steps[-1].number("ring_dropped_failed")
     assert dropped is not None and 0 < dropped <= outcomes.count("failed")
 
