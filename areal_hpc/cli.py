@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | status | stop``.
+"""The command line: ``areal-hpc run | config | keys | status | stop``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.

@@ -1,4 +1,4 @@
-"""The theory of the system on one page: eight small protocols, each with the loop that it lives in.
+"""The theory of the system on one page: small protocols, each with the loop that it lives in.
 
     rollout worker                                trainer
     --------------                                -------
@@ -39,15 +39,6 @@ from areal_hpc.types import (
 
 if TYPE_CHECKING:
     import torch
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What a checkpoint can hold. The state is plain data: dicts, lists, numbers, strings, bytes, tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Generator(Protocol):
