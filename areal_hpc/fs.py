@@ -140,6 +140,7 @@ class RunDir:
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
     attempts/00000001/               one start of the run: endpoints/ logs/ telemetry/ state.json
+    journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
     weights/                         the disk transport's versions
@@ -163,7 +164,8 @@ class RunDir:
         mode = stat.S_IMODE(run.root.stat().st_mode)
         if mode & stat.S_IWOTH:
             raise RunDirError(f"{run.root} is writable by everybody; run `chmod 700 {run.root}`")
-        for directory in (run.secrets, run.attempts, run.ring, run.checkpoints, run.weights, run.evaluations):
+        rooms = (run.secrets, run.attempts, run.journal, run.ring, run.checkpoints, run.weights, run.evaluations)
+        for directory in rooms:
             make_private_directory(directory)
         return run
 
@@ -190,6 +192,10 @@ class RunDir:
     @property
     def attempts(self) -> Path:
         return self.root / "attempts"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
 
     @property
     def ring(self) -> Path:

@@ -23,6 +23,7 @@ from areal_hpc.types import (
     Batch,
     Completion,
     Drop,
+    Dropped,
     Float32Array,
     GenerationRequest,
     GroupAddress,
@@ -162,6 +163,7 @@ class RolloutReader(Protocol):
         reader.covered(state)               what an older checkpoint covers may be deleted
 
     ``claim`` gives oldest first and never a group older than ``max_staleness``; ``read`` raises CorruptRecord.
+    ``take_dropped`` tells what ended without training since it was last asked: for the step journal.
     """
 
     def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None: ...
@@ -169,6 +171,8 @@ class RolloutReader(Protocol):
     def read(self, ref: GroupRef) -> TrajectoryGroup: ...
 
     def discard(self, ref: GroupRef, reason: Drop) -> None: ...
+
+    def take_dropped(self) -> list[Dropped]: ...
 
     def release(self, version: WeightVersion) -> None: ...
 

@@ -172,6 +172,8 @@ class Drop(StrEnum):
     """Sampled by weights that a rollback took back; the prompt is issued again."""
     CORRUPT = "corrupt"
     """Its stored bytes are damaged; the prompt is issued again."""
+    ABANDONED = "abandoned"
+    """Its worker ended before the episode did; the prompt is issued again."""
 
     def reissues(self) -> bool:
         """Whether the prompt comes back, or is consumed by this drop."""
@@ -189,6 +191,17 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A ticket that ended without training. ``consumed``: its prompt will not come again because of this drop."""
+
+    chain: str
+    ticket: int
+    position: int
+    reason: Drop
+    consumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
     """Where a sealed group lies, with what a plan needs to know of it without reading its bytes."""
 
@@ -198,6 +211,7 @@ class GroupRef:
     seq: int
     ticket: int
     position: int
+    prompt_id: str
     version: WeightVersion
     rewards: tuple[float, ...]  # one entry for each trajectory, here and below
     lengths: tuple[int, ...]  # tokens, prompt included

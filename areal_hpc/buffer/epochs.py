@@ -116,6 +116,19 @@ def _start_path(run: RunDir, epoch: int) -> Path:
     return _directory(run) / f"e{epoch:08d}.start.json"
 
 
+def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
+    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
+    started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
+    lineage: dict[int, int | None] = {}
+    attempt, last = (started[-1], None) if started else (0, None)
+    while attempt:
+        lineage[attempt] = last
+        start = read_start(run, attempt)
+        assert start is not None, attempt
+        attempt, last = start.parent or (0, None)
+    return lineage
+
+
 def lineage(run: RunDir, epoch: int, parent: WeightVersion | None) -> Callable[[WeightVersion], bool]:
     """``branch`` of attempt ``epoch``, which goes on from checkpoint ``parent``; the others' parents are on disk."""
     parents = {epoch: parent or ROOT}

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from areal_hpc.types import Drop, GroupRef, Ticket, WeightVersion
+from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, WeightVersion
 from areal_hpc.watermark import Watermark
 
 
@@ -84,6 +84,7 @@ class Ledger:
         self._carried: dict[Key, int] = {}  # groups of chains that have ended -> the writer whose share they take up
         self._held: set[int] = set()  # positions waiting or claimed
         self._serial = 0
+        self._dropped: list[Dropped] = []  # not yet told
 
     # What the logs say
 
@@ -117,14 +118,14 @@ class Ledger:
         ticket = self.in_flight.pop(key, None)
         if ticket is not None:
             self._finish(key, by_writer=True)
-            self._account(ticket.position, reason if self._survives(ticket.version) else Drop.NEWER)
+            self._account(key, ticket.position, reason if self._survives(ticket.version) else Drop.NEWER)
 
     def retired(self, chain: str, slot: int) -> None:
         """No more records come from ``chain``: what it had in flight is run again, what it sealed burdens ``slot``."""
         for key in [key for key in self.in_flight if key.chain == chain]:
             position = self.in_flight.pop(key).position
             self._finish(key)
-            self._reissue(position)
+            self._account(key, position, Drop.ABANDONED)
         self._carried.update((key, slot) for key in (*self.waiting, *self.claimed) if key.chain == chain)
         self.freed.pop(chain, None)
 
@@ -166,7 +167,7 @@ class Ledger:
         del where[key]
         self._held.discard(ref.position)
         self._finish(key)
-        self._account(ref.position, reason)
+        self._account(key, ref.position, reason)
 
     def release(self) -> None:
         """The claimed groups are in the published weights; their slots are free."""
@@ -181,6 +182,11 @@ class Ledger:
         return sum(owner == slot for owner in self._carried.values())
 
     # What it tells
+
+    def take_dropped(self) -> list[Dropped]:
+        """What was dropped since the last call, in order."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def waiting_for(self) -> str:
         """A sentence on why the last claim had no answer."""
@@ -255,12 +261,14 @@ class Ledger:
                 return newest
         return None
 
-    def _account(self, position: int, reason: Drop) -> None:
+    def _account(self, key: Key, position: int, reason: Drop) -> None:
         self.drops[reason] += 1
+        consumed = not reason.reissues() and position not in self._held and self.consumed.add(position)
         if reason.reissues():
             self._reissue(position)
-        elif position not in self._held:
-            self.consumed.add(position)
+        self._dropped.append(
+            Dropped(chain=key.chain, ticket=key.number, position=position, reason=reason, consumed=consumed)
+        )
 
     def _reissue(self, position: int) -> None:
         if position not in self.consumed and position not in self._held:

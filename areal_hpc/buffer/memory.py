@@ -18,7 +18,7 @@ from areal_hpc.buffer.epochs import ROOT, branch
 from areal_hpc.buffer.ledger import Key, Ledger, share, unshard
 from areal_hpc.buffer.records import encode_group, group_ref, newest_weights
 from areal_hpc.errors import ConfigError, Fenced
-from areal_hpc.types import Drop, GroupRef, Ticket, TrajectoryGroup, WeightVersion
+from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
 Event = Callable[[Ledger], None]
@@ -173,6 +173,9 @@ class MemoryReader:
 
     def discard(self, ref: GroupRef, reason: Drop) -> None:
         self._ledger.discard(ref, reason)
+
+    def take_dropped(self) -> list[Dropped]:
+        return self._ledger.take_dropped()
 
     def release(self, version: WeightVersion) -> None:
         self._ring.check_fence()

@@ -27,7 +27,7 @@ from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import RunDir, make_private_directory
-from areal_hpc.types import Drop, GroupRef, Ticket, TrajectoryGroup, WeightVersion
+from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
 
@@ -132,6 +132,10 @@ class RingReader:
     def discard(self, ref: GroupRef, reason: Drop) -> None:
         """Leave a claimed group out; its slot is free, its position consumed or run again as ``reason`` says."""
         self._ledger.discard(ref, reason)
+
+    def take_dropped(self) -> list[Dropped]:
+        """What was dropped since the last call, also by workers, in the order in which it was seen."""
+        return self._ledger.take_dropped()
 
     def release(self, version: WeightVersion) -> None:
         """``version`` is on every engine: what was claimed is consumed, its slots are free.

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc import checkpoint
-from areal_hpc.buffer.epochs import check_fence
+from areal_hpc.buffer.epochs import check_fence, load_lineage
 from areal_hpc.fs import wait_for
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.training import (
     TrainerSide,
     join_ranks,
-    load_lineage,
     make_backend,
     make_fetch,
     make_trainer_side,
 )
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import WeightVersion
+from areal_hpc.types import GroupRef, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +89,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         reader=None if member.side is None else member.side.reader,
         publish=member.publish,
         commit=member.commit,
+        journal=member.note,
         stop_requested=process.stopping,
         record=process.recorder.record,
     )
@@ -117,6 +117,11 @@ class Member:
             return {}
         return self.runner.run(self.side.transport.publish(version, weights))
 
+    def note(self, step: int, trained: Sequence[GroupRef]) -> None:
+        """The step's line in the journal, on rank 0."""
+        if self.side is not None:
+            self.side.journal.step(step, trained, self.side.reader.take_dropped())
+
     def commit(self, step: int) -> None:
         """One atomic checkpoint: every rank writes its part, rank 0 the ring's state and the manifest."""
         if self.side is None:
@@ -124,6 +129,7 @@ class Member:
             self.ranks.barrier()
             return
         reader, run = self.side.reader, self.process.run
+        self.side.journal.checkpoint(step, reader.take_dropped())
         state = {"ring": reader.state_dict(), "prompts": dict(self.side.identity)}
         checkpoint.write(
             run,
@@ -166,3 +172,4 @@ class Member:
             self.runner.run(self.side.transport.close())
             for client in self.side.clients:
                 self.runner.run(client.close())
+            self.side.journal.close()

@@ -52,7 +52,7 @@ class Pace:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """One rank's loop. ``publish``, ``release`` and ``commit`` are called on rank 0 with effect, elsewhere in step."""
+    """One rank's loop. ``publish``, ``journal`` and ``commit`` are called on rank 0 with effect, elsewhere in step."""
 
     epoch: int
     step: int
@@ -66,6 +66,8 @@ class TrainingLoop:
     """The ring's trainer end; on rank 0 only."""
     publish: Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
     commit: Callable[[int], None]
+    journal: Callable[[int, Sequence[GroupRef]], None]
+    """Takes each step with what it was trained on, before anybody else hears of it."""
     stop_requested: Callable[[], bool]
     record: Callable[[str, Mapping[str, Any]], None]
     clock: Callable[[], float] = time.monotonic
@@ -87,6 +89,7 @@ class TrainingLoop:
             minibatches, trained = self.prepare(refs)
             stats = self.update(minibatches)
             self.step += 1
+            self.journal(self.step, trained)
             self.announce()
             self.tell(trained, stats, self.clock() - began)
             if self.step % self.pace.checkpoint_every == 0:

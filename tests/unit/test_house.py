@@ -27,7 +27,18 @@ GROUND = {
     "dialogue",
     "algorithms",
 }
-WINGS = {"prompts", "rollout", "generation", "buffer", "training", "weights", "checkpoint", "cluster", "tasks"}
+WINGS = {
+    "prompts",
+    "rollout",
+    "generation",
+    "buffer",
+    "training",
+    "weights",
+    "checkpoint",
+    "journal",
+    "cluster",
+    "tasks",
+}
 TOP = {"cli", "roles", "__main__", "report"}
 
 DOORS = {
@@ -59,6 +70,7 @@ TORCHLESS = {
     "buffer",
     "prompts",
     "cluster",
+    "journal",
     "cli",
     "__main__",
 }

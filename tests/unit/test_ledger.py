@@ -24,6 +24,7 @@ def ref(of: Ticket) -> GroupRef:
         seq=of.number,
         ticket=of.number,
         position=of.position,
+        prompt_id="",
         version=of.version,
         rewards=(),
         lengths=(),

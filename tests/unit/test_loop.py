@@ -117,6 +117,7 @@ class World:
         self.workers = Workers(self.ring) if ranks.leads else None
         self.stop = False
         self.calls: list[str] = []
+        self.journal: dict[int, list[int]] = {}
         self.records: list[dict[str, Any]] = []
         self.backend = Backend(self.calls)
         self.now = 0.0
@@ -133,6 +134,7 @@ class World:
             reader=self.ring.reader if ranks.leads else None,
             publish=self.publish,
             commit=lambda step: self.calls.append(f"commit {step}"),
+            journal=self.note,
             stop_requested=self.stop_requested,
             record=lambda kind, values: self.records.append({"kind": kind, **values}),
             clock=lambda: self.now,
@@ -142,6 +144,10 @@ class World:
         assert [name for name, _ in weights] == ["w"]
         self.calls.append(f"publish {version}")
         return {"seconds_paused": 0.125}
+
+    def note(self, step: int, trained: Sequence[GroupRef]) -> None:
+        self.calls.append(f"journal {step}")
+        self.journal[step] = [ref.position for ref in trained]
 
     def stop_requested(self) -> bool:
         """Asked wherever the loop waits; meanwhile the workers work."""
@@ -162,8 +168,8 @@ class World:
 def test_a_step_is_claim_prepare_train_publish_release() -> None:
     world = World(total_steps=2, minibatches=2)
     assert world.run() is True
-    step = ["logprobs", "logprobs", "train", "weights"]
-    assert world.calls == ["weights", "publish 0", *step, "publish 1", *step, "publish 2", "commit 2"]
+    one, two = (["logprobs", "logprobs", "train", f"journal {step}", "weights", f"publish {step}"] for step in (1, 2))
+    assert world.calls == ["weights", "publish 0", *one, *two, "commit 2"]
 
 
 def test_slots_are_free_only_after_their_weights_are_published() -> None:
@@ -302,6 +308,8 @@ def test_a_damaged_group_is_left_out_and_made_again(bad: tuple[int, ...]) -> Non
     assert world.run() is True
     first = {int(b.token_ids[start]) for b in world.backend.trained[0] for start in b.boundaries[:-1]}
     assert first == {0, 1} - set(bad)
+    assert sorted(world.journal[1]) == sorted(first), "the journal names what was trained, not what was claimed"
+    assert sorted(itertools.chain.from_iterable(world.journal.values())) == sorted({p for p, _ in world.trained()})
     assert set(bad) <= {position for position, _ in world.trained()}
     assert set(Counter(world.trained()).values()) == {1}
     assert world.records[-1][f"ring_dropped_{Drop.CORRUPT}"] == len(bad)

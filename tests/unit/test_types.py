@@ -99,6 +99,7 @@ def test_a_group_reference_survives_json() -> None:
         seq=7,
         ticket=3,
         position=11,
+        prompt_id="d/11",
         version=WeightVersion(1, 5),
         rewards=(0.0, 1.0),
         lengths=(10, 12),

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import EngineName, TrainerBackendName, TransportName
-from areal_hpc.fs import RunDir
 from areal_hpc.generation.client import EngineClient
+from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
@@ -26,19 +25,6 @@ from areal_hpc.weights.disk import DiskTransport
 LOOPBACK = "127.0.0.1"
 RANKS_GROUP = "trainer"
 MIB = 1 << 20
-
-
-def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
-    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
-    started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
-    lineage: dict[int, int | None] = {}
-    attempt, last = (started[-1], None) if started else (0, None)
-    while attempt:
-        lineage[attempt] = last
-        start = read_start(run, attempt)
-        assert start is not None, attempt
-        attempt, last = start.parent or (0, None)
-    return lineage
 
 
 def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
@@ -97,6 +83,7 @@ class TrainerSide:
     """Of the engines that the transport serves; whoever closes the transport closes them after it."""
     identity: Mapping[str, Any]
     """What decides which prompt a position means; a checkpoint carries it."""
+    journal: Journal
 
 
 def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> TrainerSide:
@@ -116,8 +103,15 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> Traine
     )
     start = WeightVersion(process.epoch, 0 if parent is None else parent.version.step)
     reader.write_start(start, identity["fingerprint"])
+    journal = Journal(process.run, process.epoch)
     clients = make_clients(process)
-    return TrainerSide(reader=reader, transport=make_transport(process, clients), clients=clients, identity=identity)
+    return TrainerSide(
+        reader=reader,
+        transport=make_transport(process, clients),
+        clients=clients,
+        identity=identity,
+        journal=journal,
+    )
 
 
 def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> WeightTransport:
