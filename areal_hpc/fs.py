@@ -139,7 +139,7 @@ class RunDir:
 
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
-    attempts/00000001/               one start of the run: endpoints/ logs/ telemetry/ state.json
+    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ telemetry/ state.json
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -256,7 +256,7 @@ class AttemptDir:
     root: Path
 
     def create(self) -> AttemptDir:
-        for directory in (self.root, self.endpoints, self.logs, self.telemetry):
+        for directory in (self.root, self.endpoints, self.heartbeats, self.logs, self.telemetry):
             make_private_directory(directory)
         return self
 
@@ -267,6 +267,10 @@ class AttemptDir:
     @property
     def endpoints(self) -> Path:
         return self.root / "endpoints"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.root / "heartbeats"
 
     @property
     def logs(self) -> Path:
@@ -286,6 +290,9 @@ class AttemptDir:
 
     def endpoint(self, role: str, index: int) -> Path:
         return self.endpoints / f"{role}-{index}.json"
+
+    def heartbeat(self, role: str, index: int) -> Path:
+        return self.heartbeats / f"{role}-{index}.json"
 
     def log(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,9 +51,10 @@ class LocalLauncher:
         self.attempt: AttemptDir = run.attempt(epoch)
         self.threads = threads
         self.running: dict[tuple[str, int], Process] = {}
+        self.num_starts = Counter[tuple[str, int]]()
 
     def start(self, role: str, index: int) -> None:
-        """Start one role; its output goes to its own log file."""
+        """Start one role, again if need be; its output joins what its log file holds."""
         command = [
             sys.executable,
             "-m",
@@ -61,8 +63,10 @@ class LocalLauncher:
             str(index),
             str(self.run.root),
             str(self.attempt.epoch),
+            str(self.num_starts[role, index]),
         ]
-        fd = os.open(self.attempt.log(role, index), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+        self.num_starts[role, index] += 1
+        fd = os.open(self.attempt.log(role, index), os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
         try:
             process = subprocess.Popen(  # noqa: S603  our own module, no shell
                 command,

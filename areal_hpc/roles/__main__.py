@@ -1,4 +1,4 @@
-"""``python -m areal_hpc.roles ROLE INDEX RUN_DIR EPOCH``: one process of a run. Started by a launcher, not by hand."""
+"""``python -m areal_hpc.roles ROLE INDEX RUN_DIR EPOCH INCARNATION``: one process of a run, started by a launcher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.errors import UserError
+from areal_hpc.roles.heartbeat import beating
 from areal_hpc.roles.process import EXIT_STOPPED, EXIT_USER_ERROR, StopRequested, enter
 
 log = logging.getLogger(__name__)
@@ -16,12 +17,12 @@ ROLES = ("trainer", "generator", "rollout", "evaluator")
 
 
 def main(arguments: list[str]) -> int:
-    role, index, root, epoch = arguments
+    role, index, root, epoch, incarnation = arguments
     assert role in ROLES, role
-    process = enter(role, int(index), Path(root), int(epoch))
-    module = importlib.import_module(f"areal_hpc.roles.{role}")
+    process = enter(role, int(index), Path(root), int(epoch), int(incarnation))
     try:
-        code: int = module.main(process)
+        with beating(process.attempt, role, process.index, process.incarnation):
+            code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
     except StopRequested:
         code = EXIT_STOPPED
     except UserError as error:

@@ -1,6 +1,7 @@
 """What every role process has: its place in the run, a stop flag that signals only raise, records, and an endpoint.
 
-A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH``); it never guesses.
+A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION``); it
+never guesses. The incarnation counts the processes that were this role in this attempt before it.
 Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
 line is in the log), anything else is a failure.
 """
@@ -41,6 +42,7 @@ class RoleProcess:
     index: int
     run: RunDir
     epoch: int
+    incarnation: int = 0
     config: Config
     token: str
     recorder: Recorder
@@ -59,7 +61,8 @@ class RoleProcess:
 
     def publish_endpoint(self, record: Mapping[str, Any]) -> None:
         """Say where this process can be reached; readers find the file by listing."""
-        publish_json(self.attempt.endpoint(self.role, self.index), {"epoch": self.epoch, "pid": os.getpid(), **record})
+        identity = {"epoch": self.epoch, "incarnation": self.incarnation, "pid": os.getpid()}
+        publish_json(self.attempt.endpoint(self.role, self.index), {**identity, **record})
 
     def endpoint_of(self, role: str, index: int) -> dict[str, Any]:
         """Where another process of this attempt can be reached, waiting for it to come up.
@@ -90,7 +93,7 @@ class StopRequested(Exception):
     """A stop request arrived while this process was still coming up."""
 
 
-def enter(role: str, index: int, root: Path, epoch: int) -> RoleProcess:
+def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> RoleProcess:
     """Become a role: logging, signals, configuration, records."""
     run = RunDir.open(root)
     asked, stop_flag = threading.Event(), threading.Event()
@@ -110,7 +113,15 @@ def enter(role: str, index: int, root: Path, epoch: int) -> RoleProcess:
     )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
     return RoleProcess(
-        role=role, index=index, run=run, epoch=epoch, config=config, token=token, recorder=recorder, stop_flag=stop_flag
+        role=role,
+        index=index,
+        run=run,
+        epoch=epoch,
+        incarnation=incarnation,
+        config=config,
+        token=token,
+        recorder=recorder,
+        stop_flag=stop_flag,
     )
 
 

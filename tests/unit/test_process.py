@@ -104,7 +104,7 @@ def run_role(process: RoleProcess, main: Callable[[RoleProcess], int], monkeypat
     vars(rollout)["main"] = main
     monkeypatch.setattr(entry, "enter", lambda *_: process)
     monkeypatch.setitem(sys.modules, "areal_hpc.roles.rollout", rollout)
-    return entry.main(["rollout", "2", "/run", "1"])
+    return entry.main(["rollout", "2", "/run", "1", "0"])
 
 
 def raising(error: BaseException) -> Callable[[RoleProcess], int]:

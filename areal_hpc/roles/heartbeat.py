@@ -1,0 +1,115 @@
+"""Signs of life: every role counts in a file, and whoever reads it judges by its own clock.
+
+    role process (a thread)                              launcher, status
+    -----------------------                              ----------------
+    every BEAT_S: heartbeats/<role>-<index>.json         pulse.see(read_heartbeat(attempt, role, index))
+        {pid, incarnation, counter, ended, waits}        pulse.silent_s(): since the file last said something new
+
+A counter in the content, never the file's time: attributes are cached for minutes on a network file system, and clocks
+of two hosts differ. The thread shows that the process runs, not that it gets anywhere: that is what ``waits`` are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from areal_hpc.fs import AttemptDir, publish_json, read_if_listed
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+SILENT_S = 6.0
+"""A process that has not beaten for so long is called silent: three beats."""
+LAST_BEAT_S = 5.0
+"""How long a process that ends waits for its last beat, on a file system that does not answer."""
+
+
+@contextmanager
+def beating(
+    attempt: AttemptDir,
+    role: str,
+    index: int,
+    incarnation: int,
+    *,
+    beat_s: float = BEAT_S,
+    waits: Callable[[], Sequence[Any]] = tuple,
+) -> Iterator[None]:
+    """Publish this process's heartbeat while inside; the last one says that the process has ended by itself.
+
+    Args:
+        waits: what the process waits for at the moment, as JSON data.
+    """
+    stop = threading.Event()
+    path = attempt.heartbeat(role, index)
+
+    def beat() -> None:
+        counter, failing, ended = 0, False, False
+        while not ended:
+            ended = stop.wait(beat_s if counter else 0.0)
+            counter += 1
+            try:
+                publish_json(
+                    path,
+                    {
+                        "pid": os.getpid(),
+                        "incarnation": incarnation,
+                        "counter": counter,
+                        "ended": ended,
+                        "waits": list(waits()),
+                    },
+                )
+                failing = False
+            except OSError as error:  # a full disk must not end a run that could go on without this
+                if not failing:
+                    log.warning("%s: %s; nobody sees this process live until that is mended", path, error)
+                failing = True
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(LAST_BEAT_S)
+
+
+def read_heartbeat(attempt: AttemptDir, role: str, index: int) -> dict[str, Any] | None:
+    """The newest heartbeat of a process, or None while there is none, or its name is stale for an instant."""
+    try:
+        beat: dict[str, Any] | None = read_if_listed(attempt.heartbeat(role, index))
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT):
+            raise
+        return None
+    return beat
+
+
+class Pulse:
+    """Whether one process lives, from what its heartbeat said at each look. Nothing is compared but with itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: tuple[int, int] | None = None  # incarnation, counter
+        self._changed = clock()
+        self.ended = False
+        self.moved = False
+        """Whether two looks have differed: for certain it lived between them."""
+
+    def see(self, beat: dict[str, Any] | None) -> None:
+        """Take in what the file says now."""
+        now = None if beat is None else (int(beat["incarnation"]), int(beat["counter"]))
+        if beat is not None and now != self._seen:
+            self.moved = self._seen is not None
+            self._seen, self._changed = now, self._clock()
+            self.ended = bool(beat["ended"])
+
+    def silent_s(self) -> float:
+        """Seconds, by the reader's clock, since the heartbeat last changed or since the first look."""
+        return self._clock() - self._changed

@@ -1,0 +1,125 @@
+"""Signs of life: a counter in a file, judged by the reader's own clock."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.fs import AttemptDir, RunDir
+from areal_hpc.roles import heartbeat as module
+from areal_hpc.roles.heartbeat import Pulse, beating, read_heartbeat
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    return RunDir.create(tmp_path / "run").attempt(1).create()
+
+
+def until(ready: Callable[[], Any], tries: int = 10_000) -> Any:
+    for _ in range(tries):
+        if answer := ready():
+            return answer
+        os.sched_yield()
+    raise AssertionError("it did not come")
+
+
+def beat_of(attempt: AttemptDir) -> dict[str, Any]:
+    beat = read_heartbeat(attempt, "rollout", 2)
+    assert beat is not None
+    return beat
+
+
+def test_a_process_counts_while_it_runs_and_says_when_it_ends(attempt: AttemptDir) -> None:
+    waiting = [["generator-0", 12]]
+    assert read_heartbeat(attempt, "rollout", 2) is None
+    with beating(attempt, "rollout", 2, 3, beat_s=0.001, waits=lambda: waiting):
+        first = until(lambda: read_heartbeat(attempt, "rollout", 2))
+        assert (first["pid"], first["incarnation"], first["ended"]) == (os.getpid(), 3, False)
+        assert first["waits"] == waiting
+        until(lambda: beat_of(attempt)["counter"] > first["counter"] + 1)
+    last = beat_of(attempt)
+    assert last["ended"]
+    assert beat_of(attempt) == last, "it still counts"
+
+
+def test_a_process_that_fails_says_that_it_has_ended(attempt: AttemptDir) -> None:
+    with pytest.raises(ZeroDivisionError), beating(attempt, "rollout", 2, 0):
+        raise ZeroDivisionError
+    assert beat_of(attempt)["ended"]
+
+
+def test_a_full_disk_silences_the_heartbeat_and_not_the_process(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = []
+
+    def refuse(*_: Any) -> None:
+        refused.append(1)
+        raise OSError(28, "No space left on device")
+
+    with caplog.at_level(logging.WARNING), beating(attempt, "rollout", 2, 0, beat_s=0.001):
+        until(lambda: read_heartbeat(attempt, "rollout", 2))
+        monkeypatch.setattr(module, "publish_json", refuse)
+        until(lambda: len(refused) > 3)
+        monkeypatch.undo()
+        said = len(caplog.records)
+        before = beat_of(attempt)["counter"]
+        until(lambda: beat_of(attempt)["counter"] > before)
+    assert said == 1, "it says so once, not at every beat"
+    assert "No space left on device" in caplog.text
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(counter: int, incarnation: int = 0, *, ended: bool = False) -> dict[str, Any]:
+    return {"pid": 1, "incarnation": incarnation, "counter": counter, "ended": ended, "waits": []}
+
+
+def test_C36_who_stops_counting_expires_by_the_readers_clock() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    for second in range(10):
+        clock.now = second
+        pulse.see(beat(min(second, 4)))
+    assert pulse.silent_s() == 5.0
+    pulse.see(None)  # a stale name, for an instant, is no sign of life and none of death
+    assert pulse.silent_s() == 5.0
+    pulse.see(beat(1, incarnation=1))  # replaced: counts from the start again
+    assert (pulse.silent_s(), pulse.moved, pulse.ended) == (0.0, True, False)
+
+
+def test_a_single_look_proves_nothing() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
+    pulse.see(beat(7))
+    assert not pulse.moved
+    clock.now = 3.0
+    pulse.see(beat(7))
+    assert (pulse.moved, pulse.silent_s()) == (False, 3.0)
+    pulse.see(beat(8, ended=True))
+    assert (pulse.moved, pulse.ended) == (True, True)
+
+
+def test_a_name_that_is_stale_for_an_instant_is_no_error(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(_: Path) -> Any:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(module, "read_if_listed", stale)
+    assert read_heartbeat(attempt, "rollout", 2) is None
+
+    def broken(_: Path) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module, "read_if_listed", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        read_heartbeat(attempt, "rollout", 2)
