@@ -136,10 +136,12 @@ class Trajectory:
         """How many tokens this run sampled."""
         return int(self.loss_mask.sum())
 
-    def oldest_version(self) -> int:
-        """The oldest weight step among sampled tokens, or NOT_SAMPLED where there are none."""
-        sampled = self.versions[self.loss_mask]
-        return int(sampled.min()) if sampled.size else NOT_SAMPLED
+
+def episode_means(values: Sequence[float], episodes: Sequence[int]) -> NDArray[np.float64]:
+    """The value of each episode [E], by its number: the mean over its branches, which share one in ``episodes`` [N]."""
+    _, episode_of, num_branches = np.unique(np.asarray(episodes), return_inverse=True, return_counts=True)
+    means: NDArray[np.float64] = np.bincount(episode_of, np.asarray(values, dtype=np.float64)) / num_branches
+    return means
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

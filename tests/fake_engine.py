@@ -55,6 +55,7 @@ class FakeEngine:
     faults: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     calls: list[tuple[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    connections: list[asyncio.BaseTransport] = field(default_factory=list)  # the one that each call came on
     frozen: bool = False
     begun: bool = False
     runs: dict[str, Run] = field(default_factory=dict)
@@ -97,13 +98,14 @@ class FakeEngine:
         body = await request.json() if request.can_read_body else None
         self.calls.append((request.path, body))
         self.headers.append(dict(request.headers))
+        assert request.transport is not None
+        self.connections.append(request.transport)
         fault = self.faults[request.path].pop(0) if self.faults.get(request.path) else None
         if fault == "die":
             os._exit(1)
         if fault == "hang":
             await asyncio.sleep(3600)
         if fault == "drop":
-            assert request.transport is not None
             request.transport.abort()
         if isinstance(fault, int):
             return web.json_response({"success": False, "message": f"told to fail with {fault}"}, status=fault)

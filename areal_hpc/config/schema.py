@@ -160,7 +160,7 @@ class RolloutConfig:
     workers: int = 1
     """Rollout processes."""
     concurrency: int = 64
-    """Prompts (groups of episodes) in flight in one rollout process."""
+    """Prompts (groups of episodes) in flight in one rollout process, and in the evaluator."""
     timeout_s: float = 600.0
     """Time limit of one episode; past it the sample is failed."""
     attempts: int = 3

@@ -1,7 +1,10 @@
-"""One HTTP connection to an engine: bounded calls, and errors that say whether the engine ever saw the request.
+"""HTTP to one engine: bounded calls, and errors that say whether the engine ever saw the request.
 
 What may be repeated: a connection that was refused, since nothing was sent (``call`` does that by itself); and calls
-whose second effect is none (``order``). A request that was sent and not answered is never sent again. No proxy from the
+whose second effect is none (``order``, and GET). A request that was sent and not answered is never sent again.
+
+Connections are kept and used again, but only while they are younger than any engine's own limit on idle ones. Past that
+a server may hang up just as a request is on its way, and nobody could tell whether it was read. No proxy from the
 environment is used, and the token appears in no message.
 """
 
@@ -19,6 +22,9 @@ from areal_hpc.errors import GenerationError
 ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
 
+IDLE_S = 2.0
+"""Longest time for which a connection lies idle and is still used; uvicorn, under SGLang and vLLM, closes after 5 s."""
+
 
 class EngineLost(GenerationError):
     """The engine broke the connection or did not answer in time; whether it worked on the request is not known."""
@@ -35,13 +41,14 @@ class Connection:
         who: how errors name the engine; it stands before the address.
         token: what the server asks for, or the file that holds it; empty for none.
         connect_s: longest time until a connection stands.
+        idle_s: longest time for which one lies idle and is still used.
     """
 
-    def __init__(self, who: str, url: str, *, token: str | Path, connect_s: float) -> None:
+    def __init__(self, who: str, url: str, *, token: str | Path, connect_s: float, idle_s: float = IDLE_S) -> None:
         self.url = url.rstrip("/")
         self._who = who
         self._token = token
-        self._connect_s = connect_s
+        self._connect_s, self._idle_s = connect_s, idle_s
         self._session: aiohttp.ClientSession | None = None
 
     def __str__(self) -> str:
@@ -118,8 +125,7 @@ class Connection:
         token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token
         return aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # A connection for each call: one that the server closed while it lay idle would lose a request unseen.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
             trust_env=False,
         )
 

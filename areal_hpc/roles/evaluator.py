@@ -9,24 +9,25 @@ the result. A result is a file, so an evaluation that a kill has cost is simply 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from areal_hpc.config.schema import EvaluationConfig
-from areal_hpc.errors import ConfigError, GenerationError
+from areal_hpc.errors import GenerationError
 from areal_hpc.fs import publish_json
-from areal_hpc.protocols import Episode
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
-from areal_hpc.rollout.episodes import SAMPLE_FAILURES
-from areal_hpc.types import Prompt, Sampling, Trajectory
-
-log = logging.getLogger(__name__)
+from areal_hpc.rollout.episodes import Running, together
+from areal_hpc.types import Prompt, Trajectory, episode_means
 
 POLL_S = 0.2
 NICENESS = 5
+
+Answered = tuple[list[Trajectory], Exception | None]
+"""One prompt's trajectories, and a failure where some of its samples have none."""
 
 
 def due(version: int, config: EvaluationConfig, total_steps: int, done: set[int]) -> int | None:
@@ -79,51 +80,41 @@ async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
 
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:
     began = time.monotonic()
-    prompts = [prompt for prompt in parts.prompts for _ in range(process.config.evaluation.samples)]
-    answers: list[Sequence[Trajectory]] = [()] * len(prompts)
-    for attempt in range(process.config.rollout.attempts):
-        missing = [n for n, answer in enumerate(answers) if not answer]
-        again = (_answer(parts, f"eval-{step}-{n}-{attempt}", prompts[n], parts.sampling(n, attempt)) for n in missing)
-        for n, answer in zip(missing, await asyncio.gather(*again), strict=True):
-            answers[n] = answer
-    result = _result(step, answers, time.monotonic() - began, len(parts.prompts))
+    groups = await _answer_all(parts, f"a{process.epoch}.eval-{step}", process.config.rollout.concurrency)
+    result = _result(step, groups, len(parts.prompts) * process.config.evaluation.samples)
+    result |= {"prompts": len(parts.prompts), "seconds": time.monotonic() - began}
     publish_json(process.run.evaluation(step), {"epoch": process.epoch, **result})
     process.recorder.record("evaluation", result)
 
 
-async def _answer(parts: EvaluationParts, name: str, prompt: Prompt, sampling: Sampling) -> Sequence[Trajectory]:
-    """One answer; nothing where the engine or the reward failed, which is tried again and never scored 0."""
-    episode = Episode(
-        id=f"{parts.prefix}-{name}",
-        generator=parts.generator,
-        renderer=parts.renderer,
-        score=parts.score,
-        sampling=sampling,
-        max_tokens=parts.max_tokens,
-    )
-    try:
-        async with asyncio.timeout(parts.timeout_s):
-            return await parts.workflow.run(prompt, episode)
-    except ConfigError:
-        raise
-    except SAMPLE_FAILURES as error:
-        log.warning("evaluation sample %s failed: %s: %s", name, type(error).__name__, error)
-        return ()
+async def _answer_all(parts: EvaluationParts, name: str, concurrency: int) -> list[Answered]:
+    """Every prompt's answers, and what failed the last of those without. Waiting for a place counts for no limit."""
+    places = asyncio.Semaphore(concurrency)
+
+    async def answer(prompt: Prompt) -> Answered:
+        async with places:
+            return await parts.episodes.run(Running(prompt, name))
+
+    return await together(answer(prompt) for prompt in parts.prompts)
 
 
-def _result(step: int, answers: Sequence[Sequence[Trajectory]], seconds: float, num_prompts: int) -> dict[str, float]:
-    """The evaluation's record; raises GenerationError when not one sample succeeded."""
-    trajectories = [trajectory for answer in answers for trajectory in answer]
-    if not trajectories:
-        raise GenerationError(f"evaluation at step {step}: all {len(answers)} samples failed; see the log above")
-    versions = [int(v) for t in trajectories for v in t.versions[t.loss_mask]]
+def _result(step: int, groups: Sequence[Answered], num_samples: int) -> dict[str, float]:
+    """The evaluation's record: means over episodes; one that failed for good is counted, and never as reward 0.
+
+    Raises:
+        GenerationError: not one sample succeeded.
+    """
+    answered = [trajectories for trajectories, _ in groups if trajectories]
+    if not answered:
+        last = next((failure for _, failure in reversed(groups) if failure is not None), None)
+        raise GenerationError(f"evaluation at step {step}: all {num_samples} samples failed, the last by {last!r}")
+    rewards = np.concatenate([episode_means([t.reward for t in ts], [t.episode for t in ts]) for ts in answered])
+    versions = [int(v) for ts in answered for t in ts for v in t.versions[t.loss_mask]]
     return {
         "step": step,
-        "reward_mean": sum(t.reward for t in trajectories) / len(trajectories),
-        "prompts": num_prompts,
-        "samples": len(trajectories),
-        "failed": sum(1 for answer in answers if not answer),
+        "reward_mean": float(rewards.mean()),
+        "samples": rewards.size,
+        "failed": num_samples - rewards.size,
         "version_min": min(versions, default=step),
         "version_max": max(versions, default=step),
-        "seconds": seconds,
     }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_hpc.config.schema import RolloutConfig, SamplingConfig
 from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardError
 from areal_hpc.protocols import Episode, Generator, Renderer, Workflow
-from areal_hpc.types import Prompt, Sampling, Ticket, Trajectory
+from areal_hpc.rollout.rendering import RenderedOnce
+from areal_hpc.types import Prompt, Sampling, Trajectory
 
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that an engine can come back."""
@@ -20,21 +21,25 @@ SAMPLE_FAILURES = (GenerationError, RewardError, TimeoutError, ValueError)
 """What fails a sample and not the run; ValueError is what the carriers raise for a broken engine's answer."""
 
 Record = Callable[[str, Mapping[str, Any]], None]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Running:
-    """A group in flight: since when, and what each open episode is doing."""
+    """A group in flight: since when, and what each open episode is doing.
+
+    ``name`` and the prompt's position are together unique in the run; the ids of the episodes begin with them.
+    """
 
     prompt: Prompt
-    ticket: Ticket
+    name: str
     began: float = field(default_factory=time.monotonic)
     attempt: int = 0
     stages: dict[int, str] = field(default_factory=dict)
 
 
 class EpisodeRunner:
-    """``trajectories, failure = await episodes.run(running)``
+    """``trajectories, failure = await episodes.run(running)``, for training and evaluation alike
 
     Each failed sample is recorded as a "failure". Whatever is not in SAMPLE_FAILURES is raised, the others cancelled.
     """
@@ -60,14 +65,14 @@ class EpisodeRunner:
         """The trajectories of the episodes that succeeded, and a failure where some did not in the last attempt."""
         finished: dict[int, Sequence[Trajectory]] = {}
         failures: list[Exception] = []
+        renderer = RenderedOnce(self._renderer, running.prompt.messages)
         for attempt in range(self._config.attempts):
             if attempt:
                 await asyncio.sleep(self._retry_pause_s * 2 ** (attempt - 1))
             running.attempt = attempt
             missing = [number for number in range(self._config.group_size) if number not in finished]
-            async with asyncio.TaskGroup() as tasks:
-                episodes = [tasks.create_task(self._episode(running, number)) for number in missing]
-            outcomes = {number: episode.result() for number, episode in zip(missing, episodes, strict=True)}
+            episodes = await together(self._episode(running, number, renderer) for number in missing)
+            outcomes = dict(zip(missing, episodes, strict=True))
             failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
             finished |= {n: outcome for n, outcome in outcomes.items() if not isinstance(outcome, Exception)}
             if not failures or isinstance(failures[0], DataError):  # a prompt that cannot be used stays so
@@ -75,11 +80,11 @@ class EpisodeRunner:
         trajectories = [trajectory for number in sorted(finished) for trajectory in finished[number]]
         return trajectories, failures[0] if failures else None
 
-    async def _episode(self, running: Running, number: int) -> Sequence[Trajectory] | Exception:
+    async def _episode(self, running: Running, number: int, renderer: Renderer) -> Sequence[Trajectory] | Exception:
         """One episode's trajectories, or what failed it."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                trajectories = await self._workflow.run(running.prompt, self._context(running, number))
+                trajectories = await self._workflow.run(running.prompt, self._context(running, number, renderer))
         except ConfigError:
             raise
         except asyncio.CancelledError:
@@ -92,9 +97,9 @@ class EpisodeRunner:
             del running.stages[number]
         return [replace(trajectory, episode=number) for trajectory in trajectories]
 
-    def _context(self, running: Running, number: int) -> Episode:
-        """What the workflow may use. Its id names ticket, sample and attempt, so none is used twice in a run."""
-        position, attempt, ticket = running.prompt.position, running.attempt, running.ticket
+    def _context(self, running: Running, number: int, renderer: Renderer) -> Episode:
+        """What the workflow may use. Its id names group, sample and attempt, so none is used twice in a run."""
+        position, attempt = running.prompt.position, running.attempt
         running.stages[number] = "generating"
 
         async def score(text: str, prompt: Prompt) -> float:
@@ -104,9 +109,9 @@ class EpisodeRunner:
             return reward
 
         return Episode(
-            id=f"{ticket.chain}.{ticket.number}.p{position}.s{number}.a{attempt}",
+            id=f"{running.name}.p{position}.s{number}.a{attempt}",
             generator=self._generator,
-            renderer=self._renderer,
+            renderer=renderer,
             score=score,
             sampling=sampling(self._config.sampling, derive_seed(self._seed, position, number, attempt)),
             max_tokens=self._max_tokens,
@@ -124,6 +129,22 @@ class EpisodeRunner:
         }
         self._record("failure", values)
         return error
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each returned, in their order; the first exception cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise first(failures) from None
+    return [task.result() for task in tasks]
+
+
+def first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that came first, out of nested groups."""
+    earliest = failures.exceptions[0]
+    return first(earliest) if isinstance(earliest, BaseExceptionGroup) else earliest
 
 
 def _is_being_cancelled() -> bool:

@@ -24,9 +24,9 @@ import numpy as np
 
 from areal_hpc.config.schema import RolloutConfig
 from areal_hpc.protocols import Generator, Renderer, RolloutWriter, Workflow
-from areal_hpc.rollout.episodes import RETRY_PAUSE_S, EpisodeRunner, Record, Running
+from areal_hpc.rollout.episodes import RETRY_PAUSE_S, EpisodeRunner, Record, Running, first
 from areal_hpc.rollout.filters import judge
-from areal_hpc.types import Drop, Prompt, StopReason, Ticket, Trajectory, TrajectoryGroup
+from areal_hpc.types import Drop, Prompt, StopReason, Ticket, Trajectory, TrajectoryGroup, episode_means
 
 POLL_S = 0.05
 STALL_S = 60.0
@@ -109,7 +109,7 @@ class Runner:
                 tasks.create_task(self._watch())
                 await self._feed(tasks)
         except BaseExceptionGroup as failures:
-            raise _first(failures) from None
+            raise first(failures) from None
 
     async def _feed(self, groups: asyncio.TaskGroup) -> None:
         places = asyncio.Semaphore(self._config.concurrency)
@@ -117,8 +117,8 @@ class Runner:
             await places.acquire()
             prompt = self._next_prompt()
             ticket = await self._reserve(prompt)
-            running = self._running[prompt.position] = Running(prompt, ticket)
-            groups.create_task(self._group(running)).add_done_callback(lambda _: places.release())
+            running = self._running[prompt.position] = Running(prompt, f"{ticket.chain}.{ticket.number}")
+            groups.create_task(self._group(running, ticket)).add_done_callback(lambda _: places.release())
 
     def _next_prompt(self) -> Prompt:
         known = {*self._reissues, *self._running}
@@ -134,29 +134,30 @@ class Runner:
         self._moved = time.monotonic()
         return ticket
 
-    async def _group(self, running: Running) -> None:
+    async def _group(self, running: Running, ticket: Ticket) -> None:
         trajectories, failure = await self._episodes.run(running)
         del self._running[running.prompt.position]
-        outcome, reason = self._settle(running, trajectories, failure)
+        outcome, reason = self._settle(ticket, running.prompt, trajectories, failure)
         self._moved = time.monotonic()
-        self._record("group", {"outcome": outcome, "reason": reason, **_describe(running, trajectories)})
+        values = {"outcome": outcome, "reason": reason, "ticket_version": ticket.version.step}
+        self._record("group", {**values, **_describe(running, trajectories)})
         self._raise_if_nothing_works(failure if outcome == Drop.FAILED else None)
 
     def _settle(
-        self, running: Running, trajectories: Sequence[Trajectory], failure: Exception | None
+        self, ticket: Ticket, prompt: Prompt, trajectories: Sequence[Trajectory], failure: Exception | None
     ) -> tuple[str, str]:
         """Seal the group, or drop it; the outcome and its reason. What is left of a group may be enough."""
-        limits, prompt = self._config.filter, running.prompt
+        limits = self._config.filter
         num_episodes = len({trajectory.episode for trajectory in trajectories})
         if failure is not None and num_episodes < max(limits.min_group_size, 1):
-            self._writer.drop(running.ticket, Drop.FAILED)
+            self._writer.drop(ticket, Drop.FAILED)
             return Drop.FAILED, type(failure).__name__
         verdict = judge(trajectories, limits)
         if not verdict.is_keep():
-            self._writer.drop(running.ticket, Drop.FILTERED)
+            self._writer.drop(ticket, Drop.FILTERED)
             return Drop.FILTERED, verdict
         group = TrajectoryGroup(position=prompt.position, prompt_id=prompt.id, trajectories=tuple(trajectories))
-        self._writer.seal(running.ticket, group)
+        self._writer.seal(ticket, group)
         return "sealed", ""
 
     def _raise_if_nothing_works(self, failure: Exception | None) -> None:
@@ -201,12 +202,12 @@ def _describe(running: Running, trajectories: Sequence[Trajectory]) -> dict[str,
         "prompt_id": running.prompt.id,
         "attempts": running.attempt + 1,
         "seconds": time.monotonic() - running.began,
-        "ticket_version": running.ticket.version.step,
         "trajectories": len(trajectories),
         "tokens": sum(int(trajectory.token_ids.size) for trajectory in trajectories),
     }
     if trajectories:
-        rewards = np.array([trajectory.reward for trajectory in trajectories])
+        episodes = [trajectory.episode for trajectory in trajectories]
+        rewards = episode_means([trajectory.reward for trajectory in trajectories], episodes)
         generated = np.array([trajectory.num_generated for trajectory in trajectories])
         values |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
         values |= {"generated_mean": float(generated.mean()), "generated_max": int(generated.max())}
@@ -216,9 +217,3 @@ def _describe(running: Running, trajectories: Sequence[Trajectory]) -> dict[str,
         versions = np.concatenate(sampled)
         values |= {"version_min": int(versions.min()), "version_max": int(versions.max())}
     return values
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that came first, out of nested groups."""
-    first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -29,7 +29,7 @@ from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import Batch, Drop, GroupRef, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.types import Batch, Drop, GroupRef, Trajectory, TrajectoryGroup, WeightVersion, episode_means
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,7 @@ class TrainingLoop:
         ring = self.reader.stats()
         trained = sum(sum(ref.lengths) for ref in refs)
         busy = self.seconds["train"] + 1e-9
-        rewards = np.array([reward for ref in refs for reward in ref.rewards])
+        rewards = np.array([mean for ref in refs for mean in episode_means(ref.rewards, ref.episodes)])
         self.record(
             "step",
             {

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,17 @@ def group(position: int, version: int) -> TrajectoryGroup:
     )
 
 
+def branched(position: int, version: int) -> TrajectoryGroup:
+    """The same episodes, the first of them recorded as three branches."""
+    whole = group(position, version)
+    return replace(whole, trajectories=(*whole.trajectories[:1] * 3, *whole.trajectories[1:]))
+
+
 class Workers:
     """Rollout workers that have a group ready whenever the ring gives a ticket."""
 
     def __init__(self, ring: MemoryRing) -> None:
-        self.ring, self.writer = ring, ring.writer(0)
+        self.ring, self.writer, self.make = ring, ring.writer(0), group
         self.positions = itertools.count()
 
     def produce(self) -> None:
@@ -69,7 +76,7 @@ class Workers:
             if ticket is None:
                 self.positions = itertools.chain([position], self.positions)
                 return
-            self.writer.seal(ticket, group(position, ticket.version.step))
+            self.writer.seal(ticket, self.make(position, ticket.version.step))
 
 
 class Backend:
@@ -285,6 +292,16 @@ def test_no_proximal_forward_where_nobody_uses_it(method: ProximalMethod) -> Non
     world.run()
     assert "logprobs" not in world.calls
     assert all(batch.proximal is None for batch in itertools.chain.from_iterable(world.backend.trained))
+
+
+def test_a_steps_reward_is_a_mean_over_episodes_not_over_branches() -> None:
+    world = World(total_steps=2)
+    assert world.workers is not None
+    world.workers.make = branched
+    assert world.run() is True
+    for step, record in enumerate(world.records):
+        rewards = [reward(position, episode) for position in (2 * step, 2 * step + 1) for episode in range(GROUP_SIZE)]
+        assert (record["reward_mean"], record["reward_std"]) == (np.mean(rewards), np.std(rewards))
 
 
 def damaged(world: World, *positions: int) -> Callable[[GroupRef], TrajectoryGroup]:

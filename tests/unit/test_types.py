@@ -19,6 +19,7 @@ from areal_hpc.types import (
     Trajectory,
     TrajectoryGroup,
     WeightVersion,
+    episode_means,
 )
 
 
@@ -63,18 +64,23 @@ def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
         trajectory(reward)
 
 
-def test_a_trajectory_knows_its_oldest_sampled_token() -> None:
-    assert trajectory().oldest_version() == 2
+def test_what_was_sampled_is_counted_by_the_mask() -> None:
     assert trajectory().num_generated == 2
-    empty = Trajectory(
-        token_ids=np.array([5], dtype=np.int32),
-        loss_mask=np.array([False]),
-        logprobs=np.zeros(1, dtype=np.float32),
-        versions=np.array([NOT_SAMPLED], dtype=np.int32),
-        reward=0.0,
-        stop=StopReason.STOP,
-    )
-    assert empty.oldest_version() == NOT_SAMPLED
+
+
+@pytest.mark.parametrize(
+    ("values", "episodes", "expected"),
+    [
+        ([1.0, 0.0, 0.0], [7, 2, 2], [0.0, 1.0]),
+        ([0.25, 0.75, 2.0], [4, 4, 4], [1.0]),
+        ([3.0, 4.0], [0, 1], [3.0, 4.0]),
+        ([], [], []),
+    ],
+)
+def test_an_episode_counts_once_however_many_branches_it_has(
+    values: list[float], episodes: list[int], expected: list[float]
+) -> None:
+    assert episode_means(values, episodes).tolist() == expected
 
 
 def test_a_group_gathers_rewards_and_tokens() -> None:

@@ -77,7 +77,7 @@ def test_an_episode_becomes_one_trajectory() -> None:
     assert trajectory.loss_mask.tolist() == [False] * 6 + [True] * 3
     assert trajectory.logprobs.tolist() == [0.0] * 6 + [-0.5, -1.5, -2.5]
     assert trajectory.versions.tolist() == [-1] * 6 + [7, 8, 9]
-    assert (trajectory.reward, trajectory.stop, trajectory.oldest_version()) == (3.0, StopReason.STOP, 7)
+    assert (trajectory.reward, trajectory.stop) == (3.0, StopReason.STOP)
     dtypes = [a.dtype for a in (trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs, trajectory.versions)]
     assert dtypes == [np.int32, np.bool_, np.float32, np.int32]
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.derived import ring_capacity
+from areal_hpc.config.schema import Config, RolloutConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.errors import WaitTimeout
-from areal_hpc.fs import read_json
+from areal_hpc.fs import read_json, wait_for
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
-from areal_hpc.protocols import Generator, Renderer, Workflow
+from areal_hpc.protocols import Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.engines import dotted, make_clients
-from areal_hpc.rollout.episodes import derive_seed, sampling
+from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
-from areal_hpc.types import Completion, GenerationRequest, Prompt, Sampling
+from areal_hpc.types import Completion, GenerationRequest, Prompt
 from areal_hpc.watermark import Watermark
-
-POLL_S = 0.05
 
 
 class Pinned:
@@ -46,16 +45,23 @@ class Pinned:
         await self._router.close()
 
 
+def make_workflow(config: Config) -> Workflow:
+    workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
+    return workflow
+
+
+def make_reward_pool(config: Config) -> RewardPool:
+    rollout = config.rollout
+    return RewardPool(rollout.reward, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s)
+
+
 @asynccontextmanager
 async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
     """This worker's runner, once the trainer has said where its prompts begin."""
     config = process.config
     dataset = open_dataset(config.prompts, "train", config.seed)
-    renderer = ChatRenderer(config.model.path)
-    workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
-    pool = RewardPool(
-        config.rollout.reward, workers=config.rollout.reward_workers, timeout_s=config.rollout.reward_timeout_s
-    )
+    renderer, workflow = ChatRenderer(config.model.path), make_workflow(config)
+    pool = make_reward_pool(config)
     router = Router(await asyncio.to_thread(make_clients, process))
     writer = RingWriter(
         process.run,
@@ -73,7 +79,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             seed=config.seed,
             shard=process.index,
             num_shards=config.rollout.workers,
-            consumed=await _issued(process, writer),
+            consumed=await asyncio.to_thread(_wait_until_followed, process, writer),
         )
         yield Runner(
             stream=stream,
@@ -93,24 +99,26 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
         await router.close()
 
 
-async def _issued(process: RoleProcess, writer: RingWriter) -> Watermark:
+def _wait_until_followed(process: RoleProcess, writer: RingWriter) -> Watermark:
     """The positions this worker need not come to, as soon as the trainer knows of the worker.
 
     Raises:
         WaitTimeout: the trainer did not open the ring; it may start, and then evaluate, before it does.
     """
-    limit_s = 2 * process.config.limits.start_s
-    deadline = asyncio.get_running_loop().time() + limit_s
-    while (issued := writer.issued()) is None:
+
+    def followed() -> tuple[Watermark] | None:
         if process.stopping():
             raise StopRequested
-        if asyncio.get_running_loop().time() > deadline:
-            log_path = process.attempt.log("trainer", 0)
-            raise WaitTimeout(
-                f"{process.name} waited {limit_s:g} s for trainer-0 to open the ring; look into {log_path}"
-            )
-        await asyncio.sleep(POLL_S)
-    return issued
+        issued = writer.issued()
+        return None if issued is None else (issued,)
+
+    (issued,) = wait_for(
+        "trainer-0 to open the ring",
+        followed,
+        2 * process.config.limits.start_s,
+        hint=f"look into {process.attempt.log('trainer', 0)}",
+    )
+    return cast(Watermark, issued)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +126,7 @@ class EvaluationParts:
     """What an evaluation works with."""
 
     prompts: list[Prompt]
-    generator: Generator
-    renderer: Renderer
-    score: Callable[[str, Prompt], Awaitable[float]]
-    workflow: Workflow
-    sampling: Callable[[int, int], Sampling]
-    """Of a sample by its number and attempt: the same in every evaluation, so that two differ by their weights only."""
-    max_tokens: int
-    timeout_s: float
-    prefix: str
+    episodes: EpisodeRunner
     newest_version: Callable[[], int | None]
     """Optimizer steps behind the weights that this attempt's engines serve; None before the first."""
     evaluated: Callable[[], set[int]]
@@ -137,31 +137,34 @@ class EvaluationParts:
 async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts]:
     config = process.config
     dataset = open_dataset(config.prompts, "eval", config.seed)
-    pool = RewardPool(
-        config.rollout.reward, workers=config.rollout.reward_workers, timeout_s=config.rollout.reward_timeout_s
-    )
+    pool = make_reward_pool(config)
     router = Router(await asyncio.to_thread(make_clients, process))
     try:
         await pool.start()
         yield EvaluationParts(
             prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
-            generator=router,
-            renderer=ChatRenderer(config.model.path),
-            score=pool.score,
-            workflow=dotted(config.rollout.workflow, "rollout.workflow")(),
-            sampling=lambda number, attempt: replace(
-                sampling(config.rollout.sampling, derive_seed(config.seed, number, 0, attempt)),
-                temperature=config.evaluation.temperature,
+            episodes=EpisodeRunner(
+                workflow=make_workflow(config),
+                generator=router,
+                renderer=ChatRenderer(config.model.path),
+                score=pool.score,
+                config=evaluation_rollout(config),
+                max_tokens=config.model.max_tokens,
+                record=process.recorder.record,
+                seed=config.seed,
             ),
-            max_tokens=config.model.max_tokens,
-            timeout_s=config.rollout.timeout_s,
-            prefix=f"a{process.epoch}",
             newest_version=lambda: _newest_version(process),
             evaluated=lambda: _evaluated(process),
         )
     finally:
         await pool.close()
         await router.close()
+
+
+def evaluation_rollout(config: Config) -> RolloutConfig:
+    """How an evaluation's episodes run: as in training, but for their number and temperature."""
+    sampling = replace(config.rollout.sampling, temperature=config.evaluation.temperature)
+    return replace(config.rollout, group_size=config.evaluation.samples, sampling=sampling)
 
 
 def _newest_version(process: RoleProcess) -> int | None:

@@ -1,0 +1,251 @@
+"""Which evaluation is due, what its result says, and that the evaluator ends when the last one has its result."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, failing, parity, position_of, run
+
+from areal_hpc.config.schema import (
+    Config,
+    EvaluationConfig,
+    ModelConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from areal_hpc.errors import ConfigError, GenerationError, RewardError
+from areal_hpc.protocols import Episode, Workflow
+from areal_hpc.roles import evaluator
+from areal_hpc.roles.evaluator import _answer_all, _result, due
+from areal_hpc.roles.wiring.episodes import EvaluationParts, evaluation_rollout
+from areal_hpc.rollout.episodes import EpisodeRunner
+from areal_hpc.types import Prompt, StopReason, Trajectory
+
+
+@pytest.mark.parametrize(
+    ("version", "every", "at_start", "done", "expected"),
+    [
+        (0, 5, True, set(), 0),
+        (0, 5, False, set(), None),
+        (0, 5, True, {0}, None),
+        (4, 5, True, {0}, None),
+        (5, 5, True, {0}, 5),
+        (7, 5, True, {0}, 5),
+        (7, 5, True, {0, 5}, None),
+        (19, 5, True, {0}, 15),  # the newest stands for those that were missed
+        (22, 5, True, {0, 15}, 22),  # the last step is due whatever every_steps says
+        (22, 5, True, {0, 20}, 22),
+        (22, 5, True, {22}, None),
+        (22, 100, False, set(), 22),
+        (30, 5, True, {0, 25}, None),  # total_steps was lowered below what is evaluated
+        (30, 5, True, {0, 20}, 22),
+    ],
+)
+def test_due(version: int, every: int, at_start: bool, done: set[int], expected: int | None) -> None:
+    config = EvaluationConfig(every_steps=every, at_start=at_start)
+    assert due(version, config, 22, done) == expected
+
+
+class Parts:
+    """The engines' version, one after the other, and what was evaluated before."""
+
+    def __init__(self, versions: list[int | None], done: set[int]) -> None:
+        self.versions, self.done = versions, done
+
+    def newest_version(self) -> int | None:
+        return self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
+
+    def evaluated(self) -> set[int]:
+        return set(self.done)
+
+
+@dataclasses.dataclass
+class Trainer:
+    total_steps: int
+
+
+@dataclasses.dataclass
+class Settings:
+    evaluation: EvaluationConfig
+    trainer: Trainer
+
+
+@dataclasses.dataclass
+class Process:
+    config: Settings
+
+
+@pytest.mark.parametrize(
+    ("versions", "done", "expected"),
+    [
+        ([None, 0, 1, 2, 3, 4, 5, 6], set(), [0, 2, 4, 6]),
+        ([0, 3, 6], set(), [0, 2, 6]),
+        ([6], {0, 2, 4}, [6]),  # C20: the run ended between its last step and its last evaluation
+        ([6], {0, 6}, []),
+        ([9], {0, 8}, []),  # total_steps was lowered after step 8: nothing is due, and nothing is waited for
+    ],
+)
+def test_C20_the_evaluator_makes_up_what_is_due_and_ends(
+    versions: list[int | None], done: set[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = []
+
+    async def evaluate(_process: Any, _parts: Any, step: int) -> None:
+        evaluated.append(step)
+
+    monkeypatch.setattr(evaluator, "_evaluate", evaluate)
+    monkeypatch.setattr(evaluator, "POLL_S", 0.0)
+    process: Any = Process(Settings(EvaluationConfig(every_steps=2), Trainer(6)))
+    parts: Any = Parts(versions, done)
+    asyncio.run(asyncio.wait_for(evaluator._evaluate_all(process, parts), timeout=10))
+    assert evaluated == expected
+
+
+# One evaluation
+
+
+def parts_of(engine: Engine, records: Records, num_prompts: int = 6, **parts: Any) -> EvaluationParts:
+    knobs: dict[str, Any] = {
+        "workflow": Alternating(),
+        "generator": engine,
+        "renderer": Digits(),
+        "score": parity,
+        "config": config(group_size=2, attempts=2),
+        "max_tokens": 64,
+        "record": records,
+        "seed": 1,
+        "retry_pause_s": 0.0,
+    }
+    stream = Stream()
+    return EvaluationParts(
+        prompts=[stream.next() for _ in range(num_prompts)],
+        episodes=EpisodeRunner(**knobs | parts),
+        newest_version=lambda: 0,
+        evaluated=set,
+    )
+
+
+def test_no_more_prompts_are_asked_at_once_than_there_are_places() -> None:
+    """So that the others wait before their time limit begins, and not in an engine's queue behind it."""
+
+    async def test() -> None:
+        engine = Engine()
+        groups = await _answer_all(parts_of(engine, Records()), "a1.eval-4", 2)
+        assert engine.most_open == 2 * 2
+        assert [len(trajectories) for trajectories, _ in groups] == [2] * 6
+        assert _result(4, groups, 12) == {
+            "step": 4,
+            "reward_mean": 0.5,
+            "samples": 12,
+            "failed": 0,
+            "version_min": 5,
+            "version_max": 5,
+        }
+
+    run(test())
+
+
+def test_what_fails_is_asked_again_and_else_counted_and_never_0() -> None:
+    async def test() -> None:
+        error, records = GenerationError("gone"), Records()
+        engine = Engine(failing((1, 1, 0), (2, 1, 0), (2, 1, 1), error=error))
+        groups = await _answer_all(parts_of(engine, records), "a1.eval-4", 6)
+        result = _result(4, groups, 12)
+        assert (result["samples"], result["failed"]) == (11, 1)
+        assert result["reward_mean"] == pytest.approx(5 / 11)
+        failures = [(f["position"], f["sample"], f["attempt"]) for f in records.kept["failure"]]
+        assert failures == [(1, 1, 0), (2, 1, 0), (2, 1, 1)]
+        ids = [request.request_id for request in engine.requests]
+        assert len(set(ids)) == len(ids) == 14
+
+    run(test())
+
+
+def test_an_evaluation_without_one_answer_says_why() -> None:
+    async def broken(text: str, prompt: Prompt) -> float:
+        raise RewardError("division by zero")
+
+    async def test() -> None:
+        groups = await _answer_all(parts_of(Engine(), Records(), score=broken), "a1.eval-4", 6)
+        with pytest.raises(GenerationError, match=r"step 4: all 12 samples failed, the last by .*division by zero"):
+            _result(4, groups, 12)
+
+    run(test())
+
+
+def test_a_mistake_ends_the_evaluation_at_once() -> None:
+    async def test() -> None:
+        error = ConfigError("no such reward")
+        engine = Engine(failing((1, 1, 0), error=error))
+        with pytest.raises(ConfigError) as caught:
+            await _answer_all(parts_of(engine, Records()), "a1.eval-4", 6)
+        assert caught.value is error
+        assert engine.open == 0
+
+    run(test())
+
+
+def branch(reward: float, version: int) -> Trajectory:
+    return Trajectory(
+        token_ids=np.zeros(1, dtype=np.int32),
+        loss_mask=np.ones(1, dtype=np.bool_),
+        logprobs=np.zeros(1, dtype=np.float32),
+        versions=np.full(1, version, dtype=np.int32),
+        reward=reward,
+        stop=StopReason.STOP,
+    )
+
+
+class Branching(Workflow):
+    """Sample 0 leaves three branches of reward 0, sample 1 leaves one of reward 1; all of position 3 leave nothing."""
+
+    async def run(self, prompt: Prompt, episode: Episode) -> Sequence[Trajectory]:
+        reward = await parity(episode.id, prompt)
+        num_branches = 0 if position_of(episode.id) == 3 else 1 if reward else 3
+        return [branch(reward, prompt.position) for _ in range(num_branches)]
+
+
+def test_the_mean_is_over_episodes_however_many_branches_they_left() -> None:
+    async def test() -> None:
+        groups = await _answer_all(parts_of(Engine(), Records(), workflow=Branching()), "a1.eval-4", 6)
+        assert sum(len(trajectories) for trajectories, _ in groups) == 5 * 4
+        result = _result(4, groups, 12)
+        assert (result["reward_mean"], result["samples"], result["failed"]) == (0.5, 10, 2)
+        assert (result["version_min"], result["version_max"]) == (0, 5)
+
+    run(test())
+
+
+def test_two_evaluations_differ_by_their_weights_only() -> None:
+    async def test() -> None:
+        asked: list[dict[tuple[int, Any], int | None]] = []
+        for step in (0, 4):
+            engine = Engine()
+            await _answer_all(parts_of(engine, Records()), f"a1.eval-{step}", 6)
+            asked.append({(r.token_ids[0], r.request_id.partition(".s")[2]): r.sampling.seed for r in engine.requests})
+        assert asked[0] == asked[1]
+        assert len(set(asked[0].values())) == 12
+
+    run(test())
+
+
+def test_evaluation_samples_as_training_does_but_for_number_and_temperature() -> None:
+    rollout = RolloutConfig(reward="m:f", group_size=8, sampling=SamplingConfig(top_p=0.9))
+    whole = Config(
+        name="run",
+        model=ModelConfig(path="m"),
+        prompts=PromptsConfig(train="m:C"),
+        trainer=TrainerConfig(total_steps=1),
+        rollout=rollout,
+        evaluation=EvaluationConfig(samples=3, temperature=0.0),
+    )
+    expected = replace(rollout, group_size=3, sampling=SamplingConfig(top_p=0.9, temperature=0.0))
+    assert evaluation_rollout(whole) == expected
