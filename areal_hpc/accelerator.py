@@ -40,6 +40,17 @@ NPU = Accelerator(
     extension="torch_npu",
 )
 ACCELERATORS = {row.name: row for row in (CPU, CUDA, NPU)}
+REPRODUCIBLE = {
+    "MKL_CBWR": "AUTO",
+    "MKL_DYNAMIC": "FALSE",
+    "OMP_DYNAMIC": "FALSE",
+    "PYTHONHASHSEED": "0",
+}
+"""Environment of a process whose results must not differ from one start to the next.
+
+Without ``MKL_CBWR`` a matrix product's last bits follow from where malloc put its operands (oneMKL, "Reproducibility
+Conditions"). AUTO keeps the code path of this kind of CPU, and is one of two values that CPUs of all makers take.
+"""
 
 
 def detect() -> Accelerator:
@@ -52,6 +63,23 @@ def detect() -> Accelerator:
         return CPU
     device = torch.accelerator.current_accelerator()
     return named(device.type) if device is not None else CPU
+
+
+def compute_deterministically() -> None:
+    """Let torch refuse, in this process and from here on, what it cannot compute twice alike.
+
+    Raises:
+        ConfigError: the device is not a CPU, for which nobody has shown that this is enough.
+    """
+    import torch
+
+    found = detect()
+    if found is not CPU:
+        raise ConfigError(
+            f"deterministic: true holds on CPUs only, and this process has a device of kind {found.name}; hide it with "
+            f"{found.visible_devices}= or set deterministic=false"
+        )
+    torch.use_deterministic_algorithms(True)
 
 
 def named(name: str) -> Accelerator:

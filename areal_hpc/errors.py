@@ -12,6 +12,7 @@
     ├── GenerationError               an engine answered with an error, garbage, or not at all
     ├── WeightUpdateError             an engine did not take the new weights whole; names the engine
     ├── RewardError                   a reward function raised, hung, or returned no finite number
+    │   └── RewardRaised              it raised or returned no finite number, and would do so again
     └── RoleDied                      a process of the run ended; names it, its exit code and its last lines
 
 All are picklable: they are built from one message, so they cross process borders unchanged.
@@ -66,6 +67,10 @@ class WeightUpdateError(ArealError):
 
 class RewardError(ArealError):
     """A reward could not be computed; the sample counts as failed, never as reward 0."""
+
+
+class RewardRaised(RewardError):
+    """The reward function itself refused this text; no time limit and no dying process had a part in it."""
 
 
 class RoleDied(ArealError):

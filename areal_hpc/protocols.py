@@ -157,18 +157,21 @@ class RolloutReader(Protocol):
 
         while (refs := reader.claim(groups_per_step, version)) is None: wait; reader.waiting_for() says for whom
         groups = [reader.read(ref) for ref in refs]
-        ... train, publish the weights ...
+        ... train; wait until reader.may_publish(new_version); publish the weights ...
         reader.release(new_version)         the slots are free: workers may reserve again
         ... every k steps, once a checkpoint that holds state_dict() is durable ...
         reader.covered(state)               what an older checkpoint covers may be deleted
 
-    ``claim`` gives oldest first and never a group older than ``max_staleness``; ``read`` raises CorruptRecord.
+    ``claim`` gives oldest first and never a group older than ``max_staleness``; ``read`` raises CorruptRecord. In the
+    fixed order of deterministic training it gives the step's own positions, less those that were dropped: perhaps none.
     ``take_dropped`` tells what ended without training since it was last asked: for the step journal.
     """
 
     def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None: ...
 
     def read(self, ref: GroupRef) -> TrajectoryGroup: ...
+
+    def may_publish(self, version: WeightVersion) -> bool: ...
 
     def discard(self, ref: GroupRef, reason: Drop) -> None: ...
 

@@ -11,6 +11,9 @@ stay. That is earliest-deadline-first; since at most (k + 1) n of them were ther
 satisfy it once they are sealed, so the wait ends and no ticket ever ends unclaimed. A slow episode is waited for
 instead of being thrown away, so long answers are not filtered out.
 
+With a ``FixedOrder`` a claim takes exactly the positions of its step instead, in their order, once all are settled;
+some may have been dropped, and no others take their place.
+
 Exactly once. A position counts as consumed when its group is released or it is dropped for good, and is then refused
 for ever. Everything a checkpoint needs is in ``state_dict``.
 """
@@ -21,6 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from areal_hpc.buffer.order import FixedOrder
+from areal_hpc.errors import CorruptRecord, RunDirError
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -61,10 +66,16 @@ class Ledger:
     """
 
     def __init__(
-        self, capacity: int, max_staleness: int, num_slots: int, survives: Callable[[WeightVersion], bool]
+        self,
+        capacity: int,
+        max_staleness: int,
+        num_slots: int,
+        survives: Callable[[WeightVersion], bool],
+        order: FixedOrder | None = None,
     ) -> None:
         self.capacity, self.max_staleness, self.num_slots = capacity, max_staleness, num_slots
         self._survives = survives
+        self.order = order
         self.in_flight: dict[Key, Ticket] = {}
         self.waiting: dict[Key, GroupRef] = {}
         self.claimed: dict[Key, GroupRef] = {}
@@ -81,6 +92,7 @@ class Ledger:
         """For each writer the positions of its shard (see ``shard``) that its stream need not come to any more."""
         self._staleness: list[int] = []  # of the groups claimed last, in steps
         self._asked: tuple[int, WeightVersion] | None = None  # by the last claim
+        self._awaited = range(0)  # the positions that the last question was about, in a fixed order
         self._carried: dict[Key, int] = {}  # groups of chains that have ended -> the writer whose share they take up
         self._held: set[int] = set()  # positions waiting or claimed
         self._serial = 0
@@ -129,9 +141,22 @@ class Ledger:
         self._carried.update((key, slot) for key in (*self.waiting, *self.claimed) if key.chain == chain)
         self.freed.pop(chain, None)
 
-    def begin(self) -> Watermark:
-        """All attempts before this one are read. The positions that need no new episode; the others are new again."""
+    def begin(self, step: int = 0) -> Watermark:
+        """All attempts before this one are read. The positions that need no new episode; the others are new again.
+
+        Args:
+            step: optimizer steps behind the weights that the attempt goes on from.
+
+        Raises:
+            RunDirError: in a fixed order, groups are missing whose weights are gone.
+        """
         self.reissues.clear()
+        if self.order is not None and (lost := self._unsettled(range(self.order.num_before(step)))):
+            raise RunDirError(
+                f"the ring has lost {len(lost)} groups that weights before step {step} sampled, first the one at "
+                f"position {lost[0]}; deterministic training cannot make them again. Restore the run's ring/, or move "
+                f"the checkpoints from step {self.order.version_of(lost[0]) + 1} on out of checkpoints/"
+            )
         done = self.consumed.copy()
         room = [share(self.capacity, slot, self.num_slots) for slot in range(self.num_slots)]
         for key, ref in sorted(self.waiting.items(), key=lambda item: _age(item[1])):
@@ -145,13 +170,17 @@ class Ledger:
     # What the trainer does
 
     def claim(self, num_groups: int, version: WeightVersion) -> list[GroupRef] | None:
-        """The oldest ``num_groups`` waiting groups, or None while they are not there or older ones must come first."""
+        """The oldest ``num_groups`` waiting groups, or None while they are not there or older ones must come first.
+
+        In a fixed order: the groups of this step that were not dropped, perhaps none; None while some are not settled.
+        """
         self._asked = (num_groups, version)
-        oldest = version.step - self.max_staleness
-        for ref in [ref for ref in self.waiting.values() if ref.version.step < oldest]:
-            self.discard(ref, Drop.STALE)
-        chosen = self._oldest(num_groups)
-        if len(chosen) < num_groups or self._must_wait_for(chosen, num_groups, version.step) is not None:
+        if self.order is not None:
+            assert num_groups == self.order.groups_per_step, (num_groups, self.order)
+            chosen = self._of(self.order.positions_of(version.step))
+        else:
+            chosen = self._oldest_in_time(num_groups, version.step)
+        if chosen is None:
             return None
         for ref in chosen:
             key = Key(ref.chain, ref.ticket)
@@ -159,8 +188,26 @@ class Ledger:
         self._staleness = [version.step - ref.version.step for ref in chosen]
         return chosen
 
+    def may_publish(self, version: WeightVersion) -> bool:
+        """Whether no episode needs older weights than ``version`` any more; always true without a fixed order."""
+        if self.order is None:
+            return True
+        self._awaited = range(self.order.num_before(version.step))
+        return not self._unsettled(self._awaited)
+
     def discard(self, ref: GroupRef, reason: Drop) -> None:
-        """Take a waiting or claimed group out of the ring without training on it."""
+        """Take a waiting or claimed group out of the ring without training on it.
+
+        Raises:
+            CorruptRecord: in a fixed order, for a damaged one: the weights to make it again are gone.
+        """
+        if self.order is not None and reason is Drop.CORRUPT:
+            version = self.order.version_of(ref.position)
+            raise CorruptRecord(
+                f"the group at position {ref.position} in {ref.chain} is damaged, and deterministic training cannot "
+                f"leave it out. Move the checkpoints from step {version} on out of checkpoints/ and resume, so that it "
+                "is made again; if that leaves none, begin again under another `name`"
+            )
         key = Key(ref.chain, ref.ticket)
         where = self.claimed if key in self.claimed else self.waiting
         assert key in where, f"{key} is not in the ring"
@@ -189,7 +236,9 @@ class Ledger:
         return dropped
 
     def waiting_for(self) -> str:
-        """A sentence on why the last claim had no answer."""
+        """A sentence on why the last claim had no answer, or newer weights may not be published."""
+        if self.order is not None:
+            return self._waiting_in_order()
         if self._asked is None:
             return "nothing: no group was asked for yet"
         num_groups, version = self._asked
@@ -241,6 +290,38 @@ class Ledger:
         self.duplicates = int(state["duplicates"])
 
     # How
+
+    def _of(self, positions: range) -> list[GroupRef] | None:
+        """The waiting groups at ``positions``, in their order, once every one of them is settled."""
+        self._awaited = positions
+        if self._unsettled(positions):
+            return None
+        return sorted((ref for ref in self.waiting.values() if ref.position in positions), key=lambda ref: ref.position)
+
+    def _unsettled(self, positions: range) -> list[int]:
+        """Those of ``positions`` that are neither in the ring nor consumed."""
+        new = range(max(positions.start, self.consumed.low), positions.stop)
+        return [p for p in new if p not in self.consumed and p not in self._held]
+
+    def _waiting_in_order(self) -> str:
+        missing = self._unsettled(self._awaited)
+        if not missing:
+            return "nothing: every position that was asked for is settled"
+        begun = {ticket.position for ticket in self.in_flight.values()}.intersection(missing)
+        writers = sorted({position % self.num_slots for position in missing})
+        return (
+            f"of the positions below {self._awaited.stop}, {len(missing)} are neither sealed nor dropped, the first is "
+            f"{missing[0]}; {len(begun)} of them are in flight; they are for writers {writers}"
+        )
+
+    def _oldest_in_time(self, num_groups: int, step: int) -> list[GroupRef] | None:
+        oldest = step - self.max_staleness
+        for ref in [ref for ref in self.waiting.values() if ref.version.step < oldest]:
+            self.discard(ref, Drop.STALE)
+        chosen = self._oldest(num_groups)
+        if len(chosen) < num_groups or self._must_wait_for(chosen, num_groups, step) is not None:
+            return None
+        return chosen
 
     def _oldest(self, num_groups: int) -> list[GroupRef]:
         return sorted(self.waiting.values(), key=_age)[:num_groups]

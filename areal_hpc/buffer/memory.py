@@ -16,6 +16,7 @@ from typing import Any
 from areal_hpc.buffer.chain import ChainName
 from areal_hpc.buffer.epochs import ROOT, branch
 from areal_hpc.buffer.ledger import Key, Ledger, share, unshard
+from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.records import encode_group, group_ref, newest_weights
 from areal_hpc.errors import ConfigError, Fenced
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
@@ -28,6 +29,7 @@ class MemoryRing:
     """All writers and the reader of one attempt.
 
     Args:
+        order: the fixed order of deterministic training; None for the oldest first.
         before: the attempt before this one; None for the first.
         state, parent: the reader's state in the checkpoint that this attempt goes on from, and that checkpoint's
             version; None for a fresh start.
@@ -39,6 +41,7 @@ class MemoryRing:
         max_staleness: int,
         num_slots: int = 1,
         *,
+        order: FixedOrder | None = None,
         before: MemoryRing | None = None,
         state: Mapping[str, Any] | None = None,
         parent: WeightVersion | None = None,
@@ -50,7 +53,7 @@ class MemoryRing:
         self.version = WeightVersion(self.epoch, -1)
         self.fenced = False
         self.live: dict[int, str] = {}
-        self.ledger = Ledger(capacity, max_staleness, num_slots, branch(self.epoch, self.parents))
+        self.ledger = Ledger(capacity, max_staleness, num_slots, branch(self.epoch, self.parents), order)
         if before is not None:
             before.fenced = True
         if state is not None:
@@ -59,7 +62,7 @@ class MemoryRing:
             for event in events:
                 event(self.ledger)
             self.ledger.retired(chain, 0)
-        self.done = self.ledger.begin()
+        self.done = self.ledger.begin(parent.step if parent else 0)
         self.reader = MemoryReader(self)
 
     def writer(self, slot: int) -> MemoryWriter:
@@ -105,9 +108,7 @@ class MemoryWriter:
 
     def try_reserve(self, position: int) -> Ticket | None:
         self._ring.check_fence()
-        ledger = self._ring.ledger
-        outstanding = self._reserved - self._dropped - ledger.freed[self.chain] + ledger.carried(self._slot)
-        if not self._followed or outstanding >= self._share:
+        if not self._followed or not self._has_room(position):
             return None
         ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=self._ring.version)
         self._reserved += 1
@@ -115,8 +116,17 @@ class MemoryWriter:
         self._ring.write(self.chain, lambda ledger: ledger.reserved(ticket))
         return ticket
 
+    def _has_room(self, position: int) -> bool:
+        ledger = self._ring.ledger
+        if ledger.order is not None:
+            return ledger.order.admits(position, self._ring.version)
+        outstanding = self._reserved - self._dropped - ledger.freed[self.chain] + ledger.carried(self._slot)
+        return outstanding < self._share
+
     def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         assert group.position == ticket.position, (group.position, ticket)
+        if self._ring.ledger.order is not None:
+            self._ring.ledger.order.check(group)
         self._finish(ticket)
         self._ring.groups[Key(ticket.chain, ticket.number)] = group
         meta = {**encode_group(group)[0], "ticket": ticket.number, "version": ticket.version}
@@ -170,6 +180,10 @@ class MemoryReader:
 
     def read(self, ref: GroupRef) -> TrajectoryGroup:
         return self._ring.groups[Key(ref.chain, ref.ticket)]
+
+    def may_publish(self, version: WeightVersion) -> bool:
+        self._ring.check_fence()
+        return self._ledger.may_publish(version)
 
     def discard(self, ref: GroupRef, reason: Drop) -> None:
         self._ledger.discard(ref, reason)

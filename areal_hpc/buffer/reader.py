@@ -23,6 +23,7 @@ from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.control import Control, SlotControl, publish_control, read_replaced
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
+from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
@@ -40,9 +41,13 @@ class RingReader:
         ... claim, read, release, covered ...
 
     Args:
+        order: the fixed order of deterministic training; None for the oldest first.
         state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
         parent: that checkpoint's version; None for a fresh start.
         discover_s: how often new chains are looked for at most.
+
+    Raises:
+        RunDirError: in a fixed order, groups that the checkpoint relies on are not in the ring.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class RingReader:
         num_slots: int,
         config: BufferConfig,
         capacity: int,
+        order: FixedOrder | None = None,
         state: Mapping[str, Any] | None = None,
         parent: WeightVersion | None = None,
         discover_s: float = 0.5,
@@ -63,7 +69,7 @@ class RingReader:
         self._registry = make_private_directory(run.ring / "reg")
         self._chains = make_private_directory(run.ring / "chains")
         self._fetcher = GroupFetcher(run)
-        self._ledger = Ledger(capacity, config.max_staleness, num_slots, lineage(run, epoch, parent))
+        self._ledger = Ledger(capacity, config.max_staleness, num_slots, lineage(run, epoch, parent), order)
         self._version: WeightVersion | None = None
         self._published: Control | None = None
         self._covered: Mapping[str, Any] | None = state
@@ -82,7 +88,7 @@ class RingReader:
             self._retire(ChainReader(self._chains, name), slot=0)
         for chain in set(self._ledger.finished) - {str(name) for name in earlier}:
             del self._ledger.finished[chain]  # its files are gone, and so are its tickets
-        return self._ledger.begin()
+        return self._ledger.begin(self._parent.step if self._parent else 0)
 
     def write_start(self, version: WeightVersion, fingerprint: str) -> StartRecord:
         """Say once how this attempt begins.
@@ -114,6 +120,16 @@ class RingReader:
         self._take_in()
         self._publish(only_if_changed=True)
 
+    def may_publish(self, version: WeightVersion) -> bool:
+        """Whether every group that older weights sample is durable in the ring; always true without a fixed order.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+        """
+        if self._ledger.order is not None:
+            self.poll()
+        return self._ledger.may_publish(version)
+
     def _take_in(self) -> None:
         self._discover()
         for slot, chain in list(self._live.items()):
@@ -130,7 +146,11 @@ class RingReader:
         return self._fetcher.read(ref)
 
     def discard(self, ref: GroupRef, reason: Drop) -> None:
-        """Leave a claimed group out; its slot is free, its position consumed or run again as ``reason`` says."""
+        """Leave a claimed group out; its slot is free, its position consumed or run again as ``reason`` says.
+
+        Raises:
+            CorruptRecord: in a fixed order, for a damaged one.
+        """
         self._ledger.discard(ref, reason)
 
     def take_dropped(self) -> list[Dropped]:
@@ -160,7 +180,7 @@ class RingReader:
         self._publish()
 
     def waiting_for(self) -> str:
-        """A sentence on what the last claim waits for."""
+        """A sentence on what the last claim, or the last ``may_publish``, waits for."""
         absent = [slot for slot in range(self._num_slots) if slot not in self._live]
         return self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
 

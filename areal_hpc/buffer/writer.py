@@ -16,6 +16,7 @@ from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
 from areal_hpc.buffer.control import Control, SlotControl, read_control
 from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.buffer.ledger import share, unshard
+from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
@@ -29,6 +30,7 @@ class RingWriter:
 
     Args:
         capacity: tickets that all writers together may have outstanding, (max_staleness + 1) * groups a step.
+        order: the fixed order of deterministic training, which then decides what may begin instead of a share.
         poll_s: how often CONTROL.json is read at most.
         fence_s: how often the epochs are listed at most; CONTROL.json tells of a new one when that publishes.
         patience_s: how long writes may fail (disk full, server away) before a call raises.
@@ -46,12 +48,13 @@ class RingWriter:
         num_slots: int,
         config: BufferConfig,
         capacity: int,
+        order: FixedOrder | None = None,
         poll_s: float = 0.05,
         fence_s: float = 1.0,
         patience_s: float = 60.0,
     ) -> None:
         self._run, self._epoch, self._slot, self._num_slots = run, epoch, slot, num_slots
-        self._poll_s, self._fence_s = poll_s, fence_s
+        self._order, self._poll_s, self._fence_s = order, poll_s, fence_s
         self._share = share(capacity, slot, num_slots)
         if self._share < 1:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
@@ -82,13 +85,17 @@ class RingWriter:
         return self._control.version if self._control else WeightVersion(self._epoch, -1)
 
     def try_reserve(self, position: int) -> Ticket | None:
-        """A ticket, or None while this writer's share is used up, the trainer does not follow it yet, or its chain
-        cannot be written at the moment."""
+        """A ticket, or None while this writer's share is used up (in a fixed order: while other weights are published),
+        the trainer does not follow it yet, or its chain cannot be written at the moment."""
         self._refresh()
         mine = self._mine()
         if self._control is None or mine is None or self._commits.failing:
             return None
-        if self._reserved - self._dropped - mine.freed + mine.carried >= self._share:
+        if self._order is not None:
+            has_room = self._order.admits(position, self._control.version)
+        else:
+            has_room = self._reserved - self._dropped - mine.freed + mine.carried < self._share
+        if not has_room:
             return None
         ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=self._control.version)
         self._chain.append(RecordType.RESERVE, ticket.number, {"position": position, "version": list(ticket.version)})
@@ -101,9 +108,12 @@ class RingWriter:
 
         Raises:
             DataError: the group is larger than a record may be; the ticket stays open.
+            GenerationError: in a fixed order, other weights sampled it than must; the ticket stays open.
         """
         self._refresh()
         assert group.position == ticket.position, (group.position, ticket)
+        if self._order is not None:
+            self._order.check(group)
         meta, body = encode_group(group)
         self._finish(ticket)
         self._chain.append(RecordType.DATA, ticket.number, {**meta, "version": list(ticket.version)}, body)

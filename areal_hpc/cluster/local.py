@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from areal_hpc.fs import PRIVATE_FILE, AttemptDir, RunDir
 
@@ -44,12 +45,20 @@ class Ended:
 
 
 class LocalLauncher:
-    """Implements ``Launcher``: starts roles, tells which have ended, ends exactly those that it started."""
+    """Implements ``Launcher``: starts roles, tells which have ended, ends exactly those that it started.
 
-    def __init__(self, run: RunDir, epoch: int, threads: Mapping[str, int]) -> None:
+    Args:
+        threads: CPU threads of each role; 1 where a role is not named.
+        variables: what every role's environment has besides.
+    """
+
+    def __init__(
+        self, run: RunDir, epoch: int, threads: Mapping[str, int], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.run = run
         self.attempt: AttemptDir = run.attempt(epoch)
         self.threads = threads
+        self.variables = variables
         self.running: dict[tuple[str, int], Process] = {}
         self.num_starts = Counter[tuple[str, int]]()
 
@@ -83,7 +92,8 @@ class LocalLauncher:
     def _environment(self, role: str) -> dict[str, str]:
         """The caller's, with thread pools sized for the role: an idle pool that spins starves the other processes."""
         threads = str(self.threads.get(role, 1))
-        return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, threads), "TOKENIZERS_PARALLELISM": "false"}
+        pools = dict.fromkeys(THREAD_VARIABLES, threads)
+        return {**os.environ, **pools, "TOKENIZERS_PARALLELISM": "false", **self.variables}
 
     def died(self) -> list[Ended]:
         """The processes that have ended since the last call."""

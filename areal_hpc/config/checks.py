@@ -12,7 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import check_algorithm
 from areal_hpc.config.derived import model_ranks, ring_capacity
 from areal_hpc.config.keys import value_of
-from areal_hpc.config.schema import Config, EngineName, Level, TrainerBackendName
+from areal_hpc.config.schema import Config, EngineName, Level, Shape, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
@@ -195,6 +195,20 @@ def check_evaluation(config: Config) -> Iterator[str]:
         )
 
 
+def check_deterministic(config: Config) -> Iterator[str]:
+    if not config.deterministic:
+        return
+    needed = {"generation.backend": EngineName.EMBEDDED, "trainer.backend": TrainerBackendName.REFERENCE}
+    for name, value in needed.items():
+        if (found := value_of(config, name)) is not value:
+            yield f"{name}: {found} is not known to be deterministic; choose {value}, or set deterministic to false"
+    if config.cluster.shape is not Shape.LOCAL:
+        yield (
+            f"cluster.shape: {config.cluster.shape} may mix kinds of CPUs, which round differently; set it to "
+            "local, or deterministic to false"
+        )
+
+
 CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_name,
     check_not_empty,
@@ -214,4 +228,5 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_ring,
     check_time_limits,
     check_evaluation,
+    check_deterministic,
 )

@@ -2,8 +2,9 @@
 
     config = resolve(load(paths, overrides), stated(paths, overrides))
 
-First the layout fills its sections, then every number is held against its range, then each cross-check has its say. A
-range that is broken ends the pass, so that the cross-checks may divide; otherwise one error lists all problems.
+First the layout fills its sections and ``deterministic`` sets what it needs, then every number is held against its
+range, then each cross-check has its say. A range that is broken ends the pass, so that the cross-checks may divide;
+otherwise one error lists all problems.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from areal_hpc.config.problems import raise_if_any
 from areal_hpc.config.ranges import out_of_range
 from areal_hpc.config.schema import Config
 
+ONE_AT_A_TIME = ("generation.max_running", 1)
+"""What ``deterministic`` sets: the rounding of a matrix product depends on how many rows it has."""
+
 
 def resolve(config: Config, stated: Collection[str] = ()) -> Config:
     """The configuration with its layout applied, checked.
@@ -29,6 +33,8 @@ def resolve(config: Config, stated: Collection[str] = ()) -> Config:
         ConfigError: lists every value that is out of range, or else every disagreement between values.
     """
     config = _with_layout(config, stated)
+    if config.deterministic:
+        config = with_value(config, *ONE_AT_A_TIME)
     raise_if_any(list(out_of_range(config)))
     raise_if_any([problem for check in CHECKS for problem in check(config)])
     return config

@@ -403,6 +403,8 @@ class Config:
     """How trajectories become weights."""
     seed: int = 1
     """Seed of every random stream of the run."""
+    deterministic: bool = False
+    """The same weights, bit for bit, however often the run is killed; on CPU, and with generation.max_running = 1."""
     run_root: str = "runs"
     """Directory that run directories are made in; relative to where the command is typed."""
     layout: str = ""

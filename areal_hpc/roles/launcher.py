@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.buffer.epochs import claim_epoch, claimed_by, newest_epoch, read_start
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
@@ -61,6 +62,8 @@ CHANGEABLE = (
     "weights.",
 )
 """Keys that may change from one attempt of a run to the next; a falling learning rate follows a new total_steps."""
+ROUNDING = ("generation.threads", "trainer.threads")
+"""Those of them that change the last bits of results, and are therefore fixed in deterministic training."""
 
 
 @dataclass(slots=True)
@@ -148,7 +151,10 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
     before = load([run.config])
     changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
-    frozen = [f"{key} (was {value_of(before, key)})" for key in changed if not key.startswith(CHANGEABLE)]
+    fixed = ROUNDING if config.deterministic else ()
+    frozen = [
+        f"{key} (was {value_of(before, key)})" for key in changed if key in fixed or not key.startswith(CHANGEABLE)
+    ]
     if frozen:
         raise RunDirError(f"{run.config}: {', '.join(frozen)} would change within one run; set another `name`")
     for key in changed:
@@ -157,7 +163,8 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
 
 def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, signals: Signals) -> str:
     """Start every role, watch them, end them; how it went: "finished", "stopped" or "aborted"."""
-    launcher = LocalLauncher(run, epoch, {"trainer": config.trainer.threads, "generator": config.generation.threads})
+    threads = {"trainer": config.trainer.threads, "generator": config.generation.threads}
+    launcher = LocalLauncher(run, epoch, threads, REPRODUCIBLE if config.deterministic else {})
     records = RecordReader(run.attempt(epoch).telemetry)
     trackers = Trackers(open_sinks(config.telemetry, run))
     stop_request = run.attempt(epoch).stop_request

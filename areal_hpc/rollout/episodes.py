@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from areal_hpc.config.schema import RolloutConfig, SamplingConfig
-from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardError
+from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardError, RewardRaised
 from areal_hpc.protocols import Episode, Generator, Renderer, Workflow
 from areal_hpc.rollout.rendering import RenderedOnce
 from areal_hpc.types import Prompt, Sampling, Trajectory
@@ -19,6 +19,9 @@ RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that an engine can come back."""
 SAMPLE_FAILURES = (GenerationError, RewardError, TimeoutError, ValueError)
 """What fails a sample and not the run; ValueError is what the carriers raise for a broken engine's answer."""
+
+WOULD_FAIL_AGAIN = (RewardRaised, ValueError)
+"""Those among them that follow from the sample alone; the others had a time limit or a process behind them."""
 
 Record = Callable[[str, Mapping[str, Any]], None]
 T = TypeVar("T")
@@ -42,6 +45,9 @@ class EpisodeRunner:
     """``trajectories, failure = await episodes.run(running)``, for training and evaluation alike
 
     Each failed sample is recorded as a "failure". Whatever is not in SAMPLE_FAILURES is raised, the others cancelled.
+
+    Args:
+        deterministic: every attempt at a sample has the same seed, and a failure that would not come again is raised.
     """
 
     def __init__(
@@ -55,11 +61,12 @@ class EpisodeRunner:
         max_tokens: int,
         record: Record,
         seed: int,
+        deterministic: bool = False,
         retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
         self._workflow, self._generator, self._renderer, self._score = workflow, generator, renderer, score
         self._config, self._max_tokens, self._record, self._seed = config, max_tokens, record, seed
-        self._retry_pause_s = retry_pause_s
+        self._deterministic, self._retry_pause_s = deterministic, retry_pause_s
 
     async def run(self, running: Running) -> tuple[list[Trajectory], Exception | None]:
         """The trajectories of the episodes that succeeded, and a failure where some did not in the last attempt."""
@@ -77,6 +84,8 @@ class EpisodeRunner:
             finished |= {n: outcome for n, outcome in outcomes.items() if not isinstance(outcome, Exception)}
             if not failures or isinstance(failures[0], DataError):  # a prompt that cannot be used stays so
                 break
+        if self._deterministic:
+            _raise_chance(failures)
         trajectories = [trajectory for number in sorted(finished) for trajectory in finished[number]]
         return trajectories, failures[0] if failures else None
 
@@ -101,6 +110,7 @@ class EpisodeRunner:
         """What the workflow may use. Its id names group, sample and attempt, so none is used twice in a run."""
         position, attempt = running.prompt.position, running.attempt
         running.stages[number] = "generating"
+        seed = derive_seed(self._seed, position, number, 0 if self._deterministic else attempt)
 
         async def score(text: str, prompt: Prompt) -> float:
             running.stages[number] = "scoring"
@@ -113,7 +123,7 @@ class EpisodeRunner:
             generator=self._generator,
             renderer=renderer,
             score=score,
-            sampling=sampling(self._config.sampling, derive_seed(self._seed, position, number, attempt)),
+            sampling=sampling(self._config.sampling, seed),
             max_tokens=self._max_tokens,
         )
 
@@ -152,6 +162,17 @@ def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling() > 0
+
+
+def _raise_chance(failures: Sequence[Exception]) -> None:
+    """Raise the first failure that the same sample might not have the next time, with what to do."""
+    for failure in failures:
+        if not isinstance(failure, WOULD_FAIL_AGAIN):
+            failure.add_note(
+                "deterministic training cannot drop this sample, since it might not fail again: resume the run, with "
+                "larger rollout.timeout_s or rollout.reward_timeout_s if a time limit was the cause"
+            )
+            raise failure
 
 
 def derive_seed(seed: int, position: int, number: int, attempt: int) -> int:

@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ConfigError, RewardError
+from areal_hpc.errors import ConfigError, RewardError, RewardRaised
 from areal_hpc.rollout.reward_worker import LENGTH
 from areal_hpc.types import Prompt
 
@@ -96,7 +96,7 @@ class _Worker:
         """The reward of one text. A worker whose call did not return, also for a cancellation, is in doubt.
 
         Raises:
-            RewardError: the reward raised, or returned no finite number.
+            RewardRaised: the reward raised, or returned no finite number.
             _WorkerEnded: there will be no answer.
         """
         assert self._streams is not None and not self._in_doubt
@@ -108,7 +108,7 @@ class _Worker:
         if answer.get("call") != self._calls:
             raise _WorkerEnded
         if "error" in answer:
-            raise RewardError(answer["error"])
+            raise RewardRaised(answer["error"])
         self._in_doubt = False
         return float(answer["reward"])
 

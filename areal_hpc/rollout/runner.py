@@ -48,6 +48,7 @@ class Runner:
         max_tokens: longest sequence, prompt and answer together.
         record: takes ``(kind, values)``: "group" for each that ended, "failure" for each failed sample, "stall".
         seed: of the sampling; the seed of a sample follows from it, the prompt's position, its number and the attempt.
+        deterministic: the seed does not follow from the attempt, and a failure by chance ends ``run``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Runner:
         max_tokens: int,
         record: Record,
         seed: int = 1,
+        deterministic: bool = False,
         poll_s: float = POLL_S,
         stall_s: float = STALL_S,
         retry_pause_s: float = RETRY_PAUSE_S,
@@ -78,6 +80,7 @@ class Runner:
             max_tokens=max_tokens,
             record=record,
             seed=seed,
+            deterministic=deterministic,
             retry_pause_s=retry_pause_s,
         )
         self._running: dict[int, Running] = {}  # by position

@@ -4,7 +4,8 @@ Rank 0 alone claims, publishes and commits; every rank reads its own share of th
 collectives. Whoever waits for whom:
 
     reader.claim     waits for rollout workers to seal groups          (limit: starve_s, message from the ring)
-    publish          waits for every engine to load the new weights    (limit inside the transport)
+    publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
+                     training first for what older weights still sample (limit: starve_s, message from the ring)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 
 A stop request is looked at wherever the loop waits and at every step's edge, and agreed on by all ranks first.
@@ -112,11 +113,15 @@ class TrainingLoop:
         while not self.stop_requested():
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs
-            if self.clock() > deadline:
-                waited = f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch"
-                raise WaitTimeout(f"{waited}: {self.reader.waiting_for()}; raise limits.starve_s if that is normal")
-            time.sleep(CLAIM_POLL_S)
+            self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
         return None
+
+    def _pause(self, deadline: float, waited: str) -> None:
+        """A moment's sleep in a wait for the ring; WaitTimeout once ``deadline`` has passed."""
+        assert self.reader is not None
+        if self.clock() > deadline:
+            raise WaitTimeout(f"{waited}: {self.reader.waiting_for()}; raise limits.starve_s if that is normal")
+        time.sleep(CLAIM_POLL_S)
 
     def prepare(self, refs: Sequence[GroupRef]) -> tuple[list[Batch], list[GroupRef]]:
         """This rank's minibatches with advantages and proximal log-probs, and the groups that all ranks can read."""
@@ -174,12 +179,26 @@ class TrainingLoop:
 
     def announce(self) -> None:
         """New weights to every engine, then the slots of the step back to the workers."""
+        self._let_older_weights_finish()
         began = self.clock()
         moved = self.publish(self.step, self.backend.weights())
         if self.reader is not None:
             self.reader.release(self.version)
         self.seconds["publish"] = self.clock() - began
         self.seconds["paused"] = moved.get("seconds_paused", 0.0)
+
+    def _let_older_weights_finish(self) -> None:
+        """Wait until the ring allows new weights; at once, but for deterministic training.
+
+        A stop request does not end this wait: the step is done and could not be committed. Its limit is that of a stop.
+        """
+        began = self.clock()
+        if self.reader is not None:
+            deadline = began + self.pace.starve_s
+            while not self.reader.may_publish(self.version):
+                self._pause(deadline, f"version {self.step} waited {self.pace.starve_s:g} s for what older ones sample")
+        self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
+        self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 
     def save(self) -> None:
         """One atomic commit of all state, unless this step already has one."""

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.buffer.memory import MemoryRing
+from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
@@ -46,9 +47,9 @@ def group(position: int, versions: list[int]) -> TrajectoryGroup:
 class MemoryStore:
     """The specification."""
 
-    def __init__(self, capacity: int, max_staleness: int, num_slots: int) -> None:
-        self.shape = (capacity, max_staleness, num_slots)
-        self.ring = MemoryRing(*self.shape)
+    def __init__(self, capacity: int, max_staleness: int, num_slots: int, order: FixedOrder | None = None) -> None:
+        self.shape, self.order = (capacity, max_staleness, num_slots), order
+        self.ring = MemoryRing(*self.shape, order=order)
 
     @property
     def epoch(self) -> int:
@@ -68,7 +69,7 @@ class MemoryStore:
         pass
 
     def restart(self, state: Mapping[str, Any] | None, parent: WeightVersion | None) -> None:
-        self.ring = MemoryRing(*self.shape, before=self.ring, state=state, parent=parent)
+        self.ring = MemoryRing(*self.shape, order=self.order, before=self.ring, state=state, parent=parent)
 
     def close(self) -> None:
         pass
@@ -77,16 +78,16 @@ class MemoryStore:
 class DiskStore:
     """The ring, with segments so small that they roll all the time."""
 
-    def __init__(self, capacity: int, max_staleness: int, num_slots: int) -> None:
+    def __init__(self, capacity: int, max_staleness: int, num_slots: int, order: FixedOrder | None = None) -> None:
         self.directory = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.run = RunDir.create(Path(self.directory.name) / "run")
-        self.capacity, self.num_slots = capacity, num_slots
+        self.shape: dict[str, Any] = {"capacity": capacity, "num_slots": num_slots, "order": order}
         self.config = BufferConfig(max_staleness=max_staleness, segment_mb=0.002, commit_s=NEVER_S)
         self.writers: list[RingWriter] = []
         self.restart(None, None)
 
     def writer(self, slot: int) -> RingWriter:
-        shape: dict[str, Any] = {"config": self.config, "capacity": self.capacity, "num_slots": self.num_slots}
+        shape = {"config": self.config, **self.shape}
         writer = RingWriter(self.run, self.epoch, slot=slot, poll_s=0.0, fence_s=0.0, **shape)
         self.writers.append(writer)
         return writer
@@ -101,7 +102,7 @@ class DiskStore:
 
     def restart(self, state: Mapping[str, Any] | None, parent: WeightVersion | None) -> None:
         self.epoch = claim_epoch(self.run, {"job": "test"})
-        shape: dict[str, Any] = {"config": self.config, "capacity": self.capacity, "num_slots": self.num_slots}
+        shape = {"config": self.config, **self.shape}
         self.reader = RingReader(self.run, self.epoch, state=state, parent=parent, discover_s=0.0, **shape)
         self.reader.write_start(WeightVersion(self.epoch, parent.step if parent else 0), "data")
 

@@ -82,6 +82,7 @@ trainer.optimizer.min_lr: float
 trainer.tokens_per_microbatch: int
 trainer.threads: int
 seed: int
+deterministic: bool
 run_root: str
 layout: str
 buffer.max_staleness: int

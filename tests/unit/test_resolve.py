@@ -161,6 +161,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_time_limits": ({"rollout__reward_timeout_s": 601.0}, "rollout.reward_timeout_s: 601 s is longer"),
     "check_time_limits, starve": ({"limits__starve_s": 599.0}, "limits.starve_s: 599 s ends the run while an episode"),
     "check_evaluation": ({"evaluation__every_steps": 5}, "evaluation.every_steps: there is nothing to evaluate on"),
+    "check_deterministic": (
+        {"deterministic": True, "generation__backend": EngineName.SGLANG},
+        "generation.backend: sglang is not known to be deterministic; choose embedded, or set deterministic to false",
+    ),
+    "check_deterministic, trainer": (
+        {"deterministic": True, "trainer__backend": TrainerBackendName.MEGATRON},
+        "trainer.backend: megatron is not known to be deterministic; choose reference, or set deterministic to false",
+    ),
 }  # fmt: skip
 
 
@@ -178,6 +186,12 @@ def test_every_check_has_a_case() -> None:
 def test_all_disagreements_come_in_one_error() -> None:
     message = refused(changed(name="a/b", algorithm__minibatches=17, algorithm__name="grop", rollout__workers=49))
     assert message.startswith("the configuration has 4 problems:")
+
+
+def test_deterministic_training_computes_one_sequence_at_a_time() -> None:
+    config = changed(deterministic=True, generation__max_running=128)
+    assert resolve(config, ("generation.max_running",)).generation.max_running == 1
+    assert resolve(with_value(config, "deterministic", False)).generation.max_running == 128
 
 
 def test_long_sequences_fit_where_context_ranks_share_them() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.config.derived import engine_ranks
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
@@ -70,6 +71,8 @@ async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
     from areal_hpc.generation.embedded.server import start_server
 
+    if config.deterministic:
+        compute_deterministically()
     engine = EmbeddedEngine(
         config.model.path,
         dtype=config.model.dtype,

@@ -10,6 +10,7 @@ from typing import cast
 
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.epochs import read_start
+from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import Config, RolloutConfig
@@ -70,6 +71,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
         num_slots=config.rollout.workers,
         config=config.buffer,
         capacity=ring_capacity(config),
+        order=fixed_order(config),
     )
     try:
         await pool.start()
@@ -92,6 +94,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             max_tokens=config.model.max_tokens,
             record=process.recorder.record,
             seed=config.seed,
+            deterministic=config.deterministic,
         )
     finally:
         writer.close()

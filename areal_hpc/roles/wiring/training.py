@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_hpc.accelerator import compute_deterministically
+from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
@@ -60,6 +62,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
 def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
     config = process.config
     assert config.trainer.backend is TrainerBackendName.REFERENCE, "preflight lets no other pass"
+    if config.deterministic:
+        compute_deterministically()
     from areal_hpc.training.reference import ReferenceBackend
 
     return ReferenceBackend(
@@ -98,6 +102,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> Traine
         num_slots=config.rollout.workers,
         config=config.buffer,
         capacity=ring_capacity(config),
+        order=fixed_order(config),
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
     )
