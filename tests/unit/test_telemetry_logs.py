@@ -63,13 +63,17 @@ def test_J14_the_log_survives_a_terminal_that_knows_only_ascii(
         ("a\r\nb", r"a\r\nb"),
         ("a\u2028b\u2029c\x85d", r"a\u2028b\u2029c\x85d"),
         ("\u202egnp.exe", r"\u202egnp.exe"),
-        ("\udcff", r"\udcff"),
         ("plain \u00fc \u4e2d \U0001f600", "plain \u00fc \u4e2d \U0001f600"),
     ],
 )
 def test_what_could_move_a_cursor_is_shown_instead(written: Callable[[], str], text: str, shown: str) -> None:
     logging.getLogger("areal_hpc").info("model said %s", text)
     assert written().endswith(f"INFO model said {shown}\n")
+
+
+def test_a_byte_that_is_no_text_is_shown_by_its_number() -> None:
+    # not through a logger: pytest would keep the record, and a parallel run cannot send a lone surrogate home
+    assert escape("\udcff") == r"\udcff"
 
 
 @given(st.text())
