@@ -125,26 +125,6 @@ def normalise(
     return np.where(compared, result, 0.0)
 
 
-def kl_k1(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
-    """``d = logprobs - reference``: unbiased, of either sign. Token-wise, any shape.
-
-    All three estimate KL(policy || reference) from tokens that the *policy* sampled, ``logprobs`` being the policy's
-    (J. Schulman, "Approximating KL divergence", 2020).
-    """
-    return logprobs - reference
-
-
-def kl_k2(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
-    """``d^2 / 2``: biased, never negative, low variance; direction as in ``kl_k1``."""
-    return np.square(logprobs - reference) / 2
-
-
-def kl_k3(logprobs: Float64Array, reference: Float64Array) -> Float64Array:
-    """``exp(-d) - 1 + d``: unbiased and never negative; direction as in ``kl_k1``."""
-    difference = logprobs - reference
-    return np.expm1(-difference) + difference
-
-
 def _compact(ids: IntArray) -> IntArray:
     """Any ids as 0, 1, 2, ...; equal ids stay equal."""
     return np.unique(ids, return_inverse=True)[1].reshape(-1)

@@ -47,6 +47,7 @@ class Runner:
         score: ``await score(text, prompt)``, usually ``RewardPool.score``.
         max_tokens: longest sequence, prompt and answer together.
         record: takes ``(kind, values)``: "group" for each that ended, "failure" for each failed sample, "stall".
+        engines: says how the engines stand, for the sentence on whom this worker waits for.
         seed: of the sampling; the seed of a sample follows from it, the prompt's position, its number and the attempt.
         deterministic: the seed does not follow from the attempt, and a failure by chance ends ``run``.
     """
@@ -63,6 +64,7 @@ class Runner:
         config: RolloutConfig,
         max_tokens: int,
         record: Record,
+        engines: Callable[[], str] = str,
         seed: int = 1,
         deterministic: bool = False,
         poll_s: float = POLL_S,
@@ -70,7 +72,7 @@ class Runner:
         retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
         self._stream, self._writer, self._config, self._record = stream, writer, config, record
-        self._poll_s, self._stall_s = poll_s, stall_s
+        self._engines, self._poll_s, self._stall_s = engines, poll_s, stall_s
         self._episodes = EpisodeRunner(
             workflow=workflow,
             generator=generator,
@@ -191,7 +193,7 @@ class Runner:
                 f"{len(self._running)} of {self._config.concurrency} groups in flight, the oldest for "
                 f"{time.monotonic() - oldest.began:.0f} s: prompt {oldest.prompt.id!r} at position "
                 f"{oldest.prompt.position}, attempt {oldest.attempt + 1} of {self._config.attempts}, "
-                f"its episodes: {doing or 'none, pausing before the next attempt'}"
+                f"its episodes: {doing or 'none, pausing before the next attempt'}{self._engines()}"
             )
         return (
             f"nothing moved for {time.monotonic() - self._moved:.0f} s; waiting for {' and '.join(whom) or 'a prompt'}"

@@ -60,10 +60,6 @@ class Optimizer:
     def zero_grad(self) -> None:
         self._gradients.zero_()
 
-    def gradients(self) -> Mapping[str, Tensor]:
-        """The gradient of each master weight, as views: they change with the next backward."""
-        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
-
     def reduce(self, group: ProcessGroup | None) -> None:
         """Sum the gradients over the ranks of ``group``; every rank then holds the same bits."""
         if group is not None:

@@ -5,27 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, failing, parity, position_of, run
 
-from areal_hpc.config.schema import (
-    Config,
-    EvaluationConfig,
-    ModelConfig,
-    PromptsConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.errors import ConfigError, GenerationError, RewardError
 from areal_hpc.protocols import Episode, Workflow
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.evaluator import _answer_all, _result, due
-from areal_hpc.roles.wiring.episodes import EvaluationParts, evaluation_rollout
+from areal_hpc.roles.wiring.episodes import EvaluationParts
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.types import Prompt, StopReason, Trajectory
 
@@ -235,17 +226,3 @@ def test_two_evaluations_differ_by_their_weights_only() -> None:
         assert len(set(asked[0].values())) == 12
 
     run(test())
-
-
-def test_evaluation_samples_as_training_does_but_for_number_and_temperature() -> None:
-    rollout = RolloutConfig(reward="m:f", group_size=8, sampling=SamplingConfig(top_p=0.9))
-    whole = Config(
-        name="run",
-        model=ModelConfig(path="m"),
-        prompts=PromptsConfig(train="m:C"),
-        trainer=TrainerConfig(total_steps=1),
-        rollout=rollout,
-        evaluation=EvaluationConfig(samples=3, temperature=0.0),
-    )
-    expected = replace(rollout, group_size=3, sampling=SamplingConfig(top_p=0.9, temperature=0.0))
-    assert evaluation_rollout(whole) == expected

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.algorithms.masking import Rejection, accept, binary_kl, reject
+from areal_hpc.algorithms.masking import Rejection, accept, binary_kl, kl_divergence, reject
 from areal_hpc.algorithms.stats import finish
 from areal_hpc.config.algorithm import check_rejection
 from areal_hpc.config.schema import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
@@ -271,3 +271,25 @@ def test_E17_no_tokens_at_all() -> None:
         stats = finish(run([], [], config).stats)
         assert all(math.isnan(value) for value in stats.values())
     assert accept(torch.zeros(0, dtype=torch.bool)).weight.shape == (0,)
+
+
+def test_kl_metrics_agree_with_recorded_numbers() -> None:
+    case = CASES["kl"]
+    logprobs = torch.tensor(case["logprobs"], dtype=torch.float64)
+    reference = torch.tensor(case["reference"], dtype=torch.float64)
+    recorded = {Metric.KL_K1: case["k1"], Metric.KL_K3: case["k3"], Metric.KL_K2: [0.125, 0.245, 10.0]}
+    for metric, expected in recorded.items():
+        bounded = kl_divergence(metric, logprobs, reference).clamp(-case["bound"], case["bound"])
+        assert bounded.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_kl_metrics_point_from_the_first_policy_to_the_second() -> None:
+    """Averaged over the first one's own distribution, k1 and k3 are exactly its KL to the second, not the reverse
+    (J. Schulman, "Approximating KL divergence", 2020)."""
+    policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    exact = float((policy * (policy / reference).log()).sum())
+    for metric in (Metric.KL_K1, Metric.KL_K3):
+        values = kl_divergence(metric, policy.log(), reference.log())
+        assert float((policy * values).sum()) == pytest.approx(exact, abs=1e-12)
+    assert (kl_divergence(Metric.KL_K3, policy.log(), reference.log()) >= 0).all()

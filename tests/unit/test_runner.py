@@ -193,7 +193,7 @@ def test_D27_a_stall_names_whom_it_waits_for() -> None:
                 await release.wait()
 
         engine = Engine(hang)
-        runner = runner_of(Ring(2), engine, records, score=hang_in_reward, stall_s=0.01)
+        runner = runner_of(Ring(2), engine, records, score=hang_in_reward, stall_s=0.01, engines=lambda: "; engines: e")
         assert "waiting for a prompt" in runner.waiting_for()
         working = asyncio.create_task(runner.run(stop))
         await until(lambda: records.kept["stall"])
@@ -203,7 +203,7 @@ def test_D27_a_stall_names_whom_it_waits_for() -> None:
             "the trainer to free a slot for the prompt at position 2",
             "2 of 4 groups in flight",
             "prompt 'prompt-0' at position 0, attempt 1 of 3",
-            "2 generating, 1 scoring",
+            "2 generating, 1 scoring; engines: e",
         ):
             assert part in sentence
         stop.set()

@@ -46,6 +46,13 @@ class Pinned:
         await self._router.close()
 
 
+def engines_text(router: Router) -> str:
+    """How each engine stands, as the end of a sentence."""
+    out = {name: f" and out: {trouble}" for name, trouble in router.out().items()}
+    parts = [f"{name} with {tokens:,} tokens{out.get(name, '')}" for name, tokens in router.outstanding().items()]
+    return f"; the engines: {', '.join(parts)}"
+
+
 def make_workflow(config: Config) -> Workflow:
     workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
     return workflow
@@ -93,6 +100,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             config=config.rollout,
             max_tokens=config.model.max_tokens,
             record=process.recorder.record,
+            engines=lambda: engines_text(router),
             seed=config.seed,
             deterministic=config.deterministic,
         )
