@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self, TextIO
 
+from areal_hpc.report.drops import WARN_AFTER
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import duration
 from areal_hpc.telemetry import Record
@@ -47,7 +48,7 @@ class LiveConsole:
         """Take in new records, then show what is due."""
         for record in records:
             self._progress.feed(record)
-            self._view.note(record)
+            self._view.note(record, self._progress)
             self._show_if_due()
         self._show_if_due()
 
@@ -58,19 +59,30 @@ class LiveConsole:
 
 
 class _Lines:
-    """One line a step and one an evaluation; no escape codes, ASCII only."""
+    """One line a step, an evaluation, and a warning; no escape codes, ASCII only."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._has_news = False
+        self._warn_at = WARN_AFTER
 
     def open(self) -> None:
         """Nothing to prepare."""
 
-    def note(self, record: Record) -> None:
+    def note(self, record: Record, progress: Progress) -> None:
+        self._warn(progress)
         if record.kind == "evaluation":
             self._write(f"evaluation {evaluation_text(record)}")
         self._has_news |= record.kind == "step" and record.number("step") is not None
+
+    def _warn(self, progress: Progress) -> None:
+        """At once when no group is kept any more, then each time that the row has doubled."""
+        row = progress.drops.row
+        if row >= self._warn_at:
+            self._write(f"warning: {progress.drops.warning()}")
+            self._warn_at = 2 * row
+        elif row == 0:
+            self._warn_at = WARN_AFTER
 
     def show(self, progress: Progress, elapsed_s: float) -> bool:
         """Write the line of the newest step unless it is written already; whether it wrote."""
@@ -100,7 +112,7 @@ class _Table:
     def open(self) -> None:
         self._live.start()
 
-    def note(self, record: Record) -> None:
+    def note(self, record: Record, progress: Progress) -> None:
         """Everything that the table shows is in the progress."""
 
     def show(self, progress: Progress, elapsed_s: float) -> bool:
@@ -126,6 +138,8 @@ def _picture(progress: Progress, elapsed_s: float) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, text in progress.fields().items():
         facts.add_row(Text(name, style="cyan"), Text(text))
+    if warning := progress.drops.warning():
+        facts.add_row(Text("warning", style="bold red"), Text(warning))
     whole = Table.grid()
     whole.add_row(bar)
     whole.add_row(facts)

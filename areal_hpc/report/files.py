@@ -12,11 +12,13 @@ import yaml
 from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
-from areal_hpc.report.text import count, duration, number, percent
+from areal_hpc.report.text import MISSING, count, duration, number, percent
 from areal_hpc.telemetry import Record, RecordReader
 
 ROLES = ("trainer", "evaluator", "rollout", "launcher")
 """Whose records the summary is made of; an engine's are one a second and say nothing of the whole."""
+ALWAYS_TOLD = ("sealed", "filtered", "failed", "stale")
+"""What became of groups in every run; the rest is told where it happened."""
 
 
 def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
@@ -57,7 +59,11 @@ def configuration(run: RunDir) -> dict[str, Any]:
 def table(summary: Summary, total_steps: int | None, staleness_bound: int | None) -> list[tuple[str, str]]:
     """The summary as (name, text) rows."""
     facts: dict[str, Any] = summary.facts()
-    outcomes = ", ".join(f"{name} {count(number)}" for name, number in sorted(summary.group_outcomes.items()))
+    groups = [
+        f"{name} {count(number)}"
+        for name, number in summary.group_counts().items()
+        if number is not None and (number or name in ALWAYS_TOLD)
+    ]
     return [
         ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
         ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
@@ -83,7 +89,7 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
             f" {percent(facts['wait_share'])} waiting, {percent(facts['publish_share'])} publishing weights;"
             f" generation paused {percent(facts['paused_share'])}",
         ),
-        ("groups", outcomes or "-"),
+        ("groups", ", ".join(groups) or MISSING),
     ]
 
 

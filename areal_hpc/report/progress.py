@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from areal_hpc.report.drops import Drops
 from areal_hpc.report.text import count, duration, number, percent
 from areal_hpc.telemetry import Record
 
@@ -20,6 +21,7 @@ class Progress:
         self.total_steps = total_steps
         self.last_time: float | None = None
         self.evaluation: Record | None = None
+        self.drops = Drops()
         self._step: Record | None = None
         self._rewards: deque[float] = deque(maxlen=WINDOW)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
@@ -28,6 +30,7 @@ class Progress:
     def feed(self, record: Record) -> None:
         """Take in one record of any kind; those that say nothing of progress only move ``last_time``."""
         self.last_time = record.time if self.last_time is None else max(self.last_time, record.time)
+        self.drops.feed(record)
         if record.kind == "step" and (step := record.number("step")) is not None:
             self._step = record
             self._times.append((int(step), record.time))
@@ -82,6 +85,7 @@ class Progress:
             "generation": f"{count(self.generation_rate)} tokens/s",
             "training": f"{count(self.latest('train_tokens_per_s'))} tokens/s",
             "ring": f"{percent(self.latest('ring_fill'))} full",
+            "dropped": self.drops.text(),
             "weights": f"version {count(self.latest('version'))}",
         }
 
@@ -97,6 +101,7 @@ class Progress:
             f"staleness {number(self.latest('staleness_mean'))} max {number(self.latest('staleness_max'))}",
             f"tokens/s {count(self.generation_rate)} gen {count(self.latest('train_tokens_per_s'))} train",
             f"ring {percent(self.latest('ring_fill'))}",
+            f"dropped {self.drops.text()}",
             f"version {count(self.latest('version'))}",
             f"{duration(elapsed_s)} elapsed, {duration(self.remaining_s)} left",
         )

@@ -16,7 +16,7 @@ from areal_hpc.report.text import count, duration
 from areal_hpc.telemetry import RecordReader
 
 CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")
-ROLES = ("trainer", "evaluator", "generator")
+ROLES = ("trainer", "evaluator", "generator", "rollout")
 """Whose records tell the status."""
 LAST_BYTES = 64 * 1024
 """How much of the end of each file is read: far more than the last ten records of a trainer."""
@@ -43,6 +43,7 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
             "step": told.step_text(),
             **told.fields(),
             "evaluation": evaluation_text(evaluation),
+            **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
             "checkpoints": _checkpoints_text(run),
         }

@@ -20,8 +20,14 @@ from numpy.typing import NDArray
 
 from areal_hpc.report.progress import WINDOW
 from areal_hpc.telemetry import Record
+from areal_hpc.types import Drop
 
 Series = NDArray[np.float64]
+
+OUTCOMES = ("sealed", "filtered", "failed")
+"""How a group ended for the worker that ran it."""
+RING_DROPS = (Drop.STALE, Drop.NEWER, Drop.CORRUPT)
+"""Why a sealed group was dropped all the same; counted in the ring over the surviving history."""
 
 COLUMNS = (
     "reward_mean",
@@ -37,6 +43,7 @@ COLUMNS = (
     "seconds_train",
     "seconds_publish",
     "seconds_paused",
+    *(f"ring_dropped_{reason}" for reason in RING_DROPS),
 )
 
 
@@ -85,8 +92,15 @@ class Summary:
                 f"{part}_share": _ratio(_total(column[f"seconds_{part}"]), seconds)
                 for part in ("wait", "train", "publish", "paused")
             },
-            **{f"groups_{name}": number for name, number in sorted(self.group_outcomes.items())},
+            **{f"groups_{name}": number for name, number in self.group_counts().items()},
         }
+
+    def group_counts(self) -> dict[str, int | None]:
+        """What became of the groups, in the order of their lives; a group that was sealed may also count as dropped."""
+        outcomes: dict[str, int | None] = {
+            name: self.group_outcomes.get(name, 0) if self.group_outcomes else None for name in OUTCOMES
+        }
+        return outcomes | {reason.value: _last(self.columns[f"ring_dropped_{reason}"]) for reason in RING_DROPS}
 
     def _reward_facts(self) -> dict[str, float | int | None]:
         rewards = self.columns["reward_mean"]
@@ -196,6 +210,11 @@ def _largest(values: Series) -> float | None:
 def _total(values: Series) -> float | None:
     known = _known(values)
     return float(known.sum()) if known.size else None
+
+
+def _last(values: Series) -> int | None:
+    known = _known(values)
+    return int(known[-1]) if known.size else None
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -35,6 +35,10 @@ def full_step(number: int) -> Record:
         staleness_max=2,
         train_tokens_per_s=2345.6,
         ring_fill=0.5,
+        ring_dropped_filtered=1234,
+        ring_dropped_failed=0,
+        ring_dropped_stale=number,
+        ring_dropped_newer=0,
     )
 
 
@@ -55,17 +59,18 @@ def test_one_plain_line_a_step_word_for_word() -> None:
     ]
     assert lines_of(records, clock=count(0.0, 1.0)) == [
         "step 1/100 | reward 0.125 (mean 0.125) | eval - | staleness 0.75 max 2 | tokens/s 1,234 gen 2,346 train"
-        " | ring 50% | version 1 | 0:00:03 elapsed, - left",
+        " | ring 50% | dropped 1,234 filtered, 0 failed, 1 stale | version 1 | 0:00:03 elapsed, - left",
         "evaluation 0.3125 at step 1",
         "step 2/100 | reward 0.25 (mean 0.1875) | eval 0.3125 at step 1 | staleness 0.75 max 2"
-        " | tokens/s 1,234 gen 2,346 train | ring 50% | version 2 | 0:00:05 elapsed, 0:32:40 left",
+        " | tokens/s 1,234 gen 2,346 train | ring 50% | dropped 1,234 filtered, 0 failed, 2 stale"
+        " | version 2 | 0:00:05 elapsed, 0:32:40 left",
     ]
 
 
 def test_what_was_not_recorded_is_a_dash() -> None:
     assert lines_of([record("step", step=1)], clock=count(0.0, 1.0)) == [
-        "step 1/100 | reward - (mean -) | eval - | staleness - max - | tokens/s - gen - train | ring - | version -"
-        " | 0:00:01 elapsed, - left"
+        "step 1/100 | reward - (mean -) | eval - | staleness - max - | tokens/s - gen - train | ring - | dropped -"
+        " | version - | 0:00:01 elapsed, - left"
     ]
 
 
@@ -78,6 +83,44 @@ def test_I15_values_that_are_no_numbers_are_a_dash() -> None:
 
 def test_E17_a_run_without_records_prints_nothing() -> None:
     assert lines_of([], clock=count(0.0, 1.0)) == []
+
+
+def group(outcome: str, reason: str = "") -> Record:
+    return record("group", outcome=outcome, reason=reason)
+
+
+def test_when_every_group_is_dropped_it_is_said_while_it_happens() -> None:
+    filtered, failed = group("filtered", "zero_variance"), group("failed", "RewardError")
+    assert lines_of([group("sealed"), *[filtered] * 31, group("sealed"), *[filtered] * 31], count(0.0, 1.0)) == []
+    lines = lines_of([*[filtered] * 20, *[failed] * 120], count(0.0, 1.0))
+    assert lines == [
+        f"warning: no group was kept of the last {row} ({parts}); look at the reward and rollout.filter"
+        for row, parts in (
+            (32, "20 filtered: zero_variance, 12 failed: RewardError"),
+            (64, "44 failed: RewardError, 20 filtered: zero_variance"),
+            (128, "108 failed: RewardError, 20 filtered: zero_variance"),
+        )
+    ]
+
+
+def test_a_warning_ends_with_the_next_group_that_is_kept_and_may_come_again() -> None:
+    filtered = [group("filtered", "overlong")] * 32
+    lines = lines_of([*filtered, group("sealed"), *filtered], count(0.0, 1.0))
+    assert [line.split(";")[0] for line in lines] == [
+        "warning: no group was kept of the last 32 (32 filtered: overlong)"
+    ] * 2
+
+
+def test_a_terminal_shows_the_warning_while_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with LiveConsole(100, terminal, clock=count(0.0, 1.0).__next__) as console:
+        console.feed([group("filtered", "overlong")] * 32)
+        assert "no group was kept of the last 32 (32 filtered: overlong)" in terminal.getvalue()
+        told = len(terminal.getvalue())
+        console.feed([group("sealed")])
+        assert "no group was kept" not in terminal.getvalue()[told:]
 
 
 def test_a_burst_of_steps_is_a_few_lines_a_second_and_ends_with_the_last() -> None:

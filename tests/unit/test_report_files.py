@@ -43,6 +43,8 @@ def step(number: int) -> tuple[str, dict[str, Any]]:
         "logprob_gap": 0.01, "kept_fraction": 0.98, "clip_fraction": 0.02, "tokens_trained": 1500,
         "tokens_generated": 1000, "train_tokens_per_s": 700.0, "ring_fill": 0.75, "seconds_step": 10.0,
         "seconds_train": 6.0, "seconds_wait": 3.0, "seconds_publish": 1.0, "seconds_paused": 0.5,
+        "ring_dropped_filtered": 9, "ring_dropped_failed": 0, "ring_dropped_stale": number // 3,
+        "ring_dropped_newer": 4, "ring_dropped_corrupt": 0,
     }  # fmt: skip
     return "step", values
 
@@ -75,7 +77,7 @@ def test_the_report_word_for_word(two_attempts: RunDir) -> None:
         "  tokens        12,000 trained, 8,000 of them generated",
         "  speed         150 tokens trained per second",
         "  time          0:01:20 in steps: 60% training, 30% waiting, 10% publishing weights; generation paused 5%",
-        "  groups        filtered 1, sealed 3",
+        "  groups        sealed 3, filtered 1, failed 0, stale 2, newer 4",
         f"  written       summary.json, curves.png, curves.svg in {two_attempts.root}",
     ]
 
@@ -146,6 +148,7 @@ def test_the_status_word_for_word(two_attempts: RunDir) -> None:
         "generation   900 tokens/s",
         "training     700 tokens/s",
         "ring         75% full",
+        "dropped      9 filtered, 0 failed, 2 stale, 4 newer",
         "weights      version 8",
         "last record  0:01:02 ago, last step 0:01:02 ago",
         "checkpoints  2, newest of step 8",
@@ -158,6 +161,14 @@ def test_a_fresh_attempt_shows_where_the_one_before_came_to(two_attempts: RunDir
     assert shown["state"] == "starting, no state file yet (attempt 3)"
     assert shown["step"] == "8 of 8"
     assert shown["evaluation"] == "0.5 at step 8"
+
+
+def test_the_status_says_that_nothing_is_kept_also_before_the_first_step_of_an_attempt(two_attempts: RunDir) -> None:
+    filtered = ("group", {"outcome": "filtered", "reason": "zero_variance"})
+    write(two_attempts, 3, "rollout", [("group", {"outcome": "sealed", "reason": ""}), *[filtered] * 40])
+    shown = dict(line.split(maxsplit=1) for line in status_lines(two_attempts))
+    assert shown["step"] == "8 of 8"
+    assert shown["warning"].startswith("no group was kept of the last 40 (40 filtered: zero_variance)")
 
 
 def state_line(run: RunDir) -> str:
