@@ -65,6 +65,39 @@ def detect() -> Accelerator:
     return named(device.type) if device is not None else CPU
 
 
+def take_device(local_rank: int) -> str:
+    """Make the device that is this process's the current one; its name, as torch spells it.
+
+    Args:
+        local_rank: number of this process among those that share the visible devices; 0 if it has them to itself.
+
+    Raises:
+        ConfigError: see ``device_of``.
+    """
+    import torch
+
+    row = detect()
+    if row is CPU:
+        return row.device
+    device = device_of(row, local_rank, torch.accelerator.device_count())
+    torch.accelerator.set_device_index(local_rank)  # for what names none: collectives, random streams
+    return device
+
+
+def device_of(row: Accelerator, local_rank: int, num_devices: int) -> str:
+    """A device for each process: number ``local_rank`` of ``num_devices`` of this kind.
+
+    Raises:
+        ConfigError: there are fewer devices than processes.
+    """
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"process {local_rank} on this machine has no {row.name} device of its own: there are {num_devices}; lower "
+            f"trainer.ranks, or hide them all with {row.visible_devices}= to compute on the CPU"
+        )
+    return f"{row.device}:{local_rank}"
+
+
 def compute_deterministically() -> None:
     """Let torch refuse, in this process and from here on, what it cannot compute twice alike.
 

@@ -60,6 +60,7 @@ class ReferenceBackend:
         dtype: of the model's weights; the masters stay in float32.
         seed: of this process's random streams.
         group: the trainer's ranks; None where there is one.
+        device: this rank's, as torch spells it; the current accelerator's if not given.
         loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
 
     Raises:
@@ -77,6 +78,7 @@ class ReferenceBackend:
         dtype: Dtype = Dtype.FLOAT32,
         seed: int = 1,
         group: ProcessGroup | None = None,
+        device: str = "",
         loss: table.LossFunction | None = None,
     ) -> None:
         if temperature <= 0:
@@ -84,7 +86,7 @@ class ReferenceBackend:
         self._algorithm, self._config, self._temperature = algorithm, trainer, temperature
         self._loss = loss or table.find(algorithm.name).loss
         self._source, self._seed, self._step = Path(model_path), seed, 0
-        self._device = torch.device(accelerator.detect().device)
+        self._device = torch.device(device or accelerator.detect().device)
         self._ranks = Ranks(group, str(self._device))
         self._model = load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))

@@ -35,15 +35,15 @@ def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
 
 
 def join_ranks(process: RoleProcess) -> Ranks:
-    """The trainer's ranks as one, found by the address that rank 0 publishes."""
-    config = process.config
-    if config.trainer.ranks == 1:
-        process.publish_endpoint({})
-        return Ranks()
+    """The trainer's ranks as one, found by the address that rank 0 publishes; each on a device of its own."""
     from areal_hpc import accelerator
     from areal_hpc.collective import host_store, join_group
 
-    device = accelerator.detect()
+    config = process.config
+    device = accelerator.take_device(process.index)  # all ranks are on this machine
+    if config.trainer.ranks == 1:
+        process.publish_endpoint({})
+        return Ranks(device=device)
     timeout_s = config.limits.start_s + config.limits.starve_s
     store = host_store(LOOPBACK, timeout_s=timeout_s) if process.index == 0 else None
     process.publish_endpoint({} if store is None else {"host": LOOPBACK, "port": store.port})
@@ -54,9 +54,9 @@ def join_ranks(process: RoleProcess) -> Ranks:
         port=endpoint["port"],
         name=f"{RANKS_GROUP}-{process.epoch}",
         world_size=config.trainer.ranks,
-        backend=device.collective,
+        backend=accelerator.detect().collective,
     )
-    return Ranks(join_group(address, process.index, timeout_s, store), device.device)
+    return Ranks(join_group(address, process.index, timeout_s, store), device)
 
 
 def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
@@ -74,6 +74,7 @@ def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
         temperature=config.rollout.sampling.temperature,
         seed=config.seed,
         group=ranks.group,
+        device=ranks.device,
     )
 
 
