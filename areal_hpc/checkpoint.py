@@ -235,6 +235,20 @@ def newest(run: RunDir, lineage: Lineage) -> Checkpoint | None:
     return None
 
 
+def at_step(run: RunDir, lineage: Lineage, step: int) -> Checkpoint:
+    """The checkpoint of exactly ``step`` in the surviving history; never another one in its place.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    counted = [(v, p) for v, p in _listed(run) if v.epoch in lineage and not _beyond(v.step, lineage[v.epoch])]
+    for version, path in counted:
+        if version.step == step:
+            return verify(path)
+    steps = ", ".join(str(step) for step in sorted({version.step for version, _ in counted})) or "none"
+    raise CheckpointError(f"{run.checkpoints} has no checkpoint of step {step}; there are: {steps}")
+
+
 def _beyond(step: int, last: int | None) -> bool:
     return last is not None and step > last
 

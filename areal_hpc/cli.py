@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | keys | status | stop``.
+"""The command line: ``areal-hpc run | config | keys | export | status | stop``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     keys = commands.add_parser("keys", help="list every configuration key with its type, default and meaning")
     keys.set_defaults(command=_keys)
 
+    export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument(
+        "--step", type=int, metavar="N", help="optimizer step of the checkpoint; the newest if not given"
+    )
+    export.add_argument("directory", type=Path, metavar="DIR")
+    export.set_defaults(command=_export)
+
     status = commands.add_parser("status", help="how a run is doing, from its files alone")
     status.add_argument("run_dir", type=Path)
     status.set_defaults(command=_status)
@@ -123,6 +131,15 @@ def _keys(_: argparse.Namespace) -> int:
     from areal_hpc.config.describe import render_reference
 
     print(render_reference(), end="")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.roles.export import export
+
+    version = export(RunDir.open(options.run_dir), options.step, options.directory)
+    print(f"{options.directory}: the weights of step {version.step}; give it as model.path to any run or engine")
     return 0
 
 

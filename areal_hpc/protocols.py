@@ -196,6 +196,7 @@ class TrainerBackend(Protocol):
     proximal = backend.logprobs(batch)              # float32 [T], aligned with batch.token_ids
     stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
     for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
+    backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
     """
 
     def logprobs(self, batch: Batch) -> Float32Array: ...
@@ -207,6 +208,8 @@ class TrainerBackend(Protocol):
     def save(self, directory: str) -> None: ...
 
     def load(self, directory: str) -> None: ...
+
+    def export(self, directory: str) -> None: ...
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 def main(process: RoleProcess) -> int:
     ranks = join_ranks(process)
-    backend = make_backend(process, ranks)
+    backend = make_backend(process.config, ranks)
     parent, start_step = _resume(process, ranks, backend)
     with asyncio.Runner() as loop_runner:
         side = make_trainer_side(process, parent) if ranks.leads else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from pathlib import Path
 
 from areal_hpc.fs import publish_json, read_json
@@ -40,3 +41,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def follow_umask(directory: Path) -> None:
+    """Let others read the files as far as they may read the directory; safetensors and we create private ones."""
+    mode = stat.S_IMODE(directory.stat().st_mode) & 0o666
+    for path in directory.iterdir():
+        path.chmod(mode)

@@ -36,7 +36,7 @@ from areal_hpc.config.schema import AlgorithmConfig, Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.training.batching import microbatches
-from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer
+from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer, follow_umask
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
@@ -248,6 +248,7 @@ class ReferenceBackend:
         self._model.save_pretrained(directory)
         add_what_older_readers_need(Path(directory) / "config.json")
         copy_tokenizer(self._source, Path(directory))
+        follow_umask(Path(directory))
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -362,6 +362,23 @@ def test_an_export_is_a_complete_hugging_face_directory(qwen3: Path, tmp_path: P
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (target / name).read_bytes() == (qwen3 / name).read_bytes()
     assert "lm_head.weight" not in load_file(target / "model.safetensors")
+    mode = target.stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {mode}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_an_export_has_the_names_and_shapes_of_its_family(family: str, tmp_path: Path) -> None:
+    """transformers fuses experts when it loads them, for one; other readers know only the names of the family."""
+    source = small_model(tmp_path / family, family)
+    backend = make(source)
+    backend.train_step([random_batch().with_proximal(backend.logprobs(random_batch()))])
+    backend.export(str(tmp_path / "exported"))
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "exported"))
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: tensor.shape for n, tensor in before.items()}
+    trained = dict(backend.weights())
+    assert trained.keys() == after.keys()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in after.items())
+    assert not all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def test_B12_nothing_is_ever_written_into_the_model_directory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.derived import ring_capacity
-from areal_hpc.config.schema import EngineName, TrainerBackendName, TransportName
+from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
@@ -59,8 +59,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     return Ranks(join_group(address, process.index, timeout_s, store), device)
 
 
-def make_backend(process: RoleProcess, ranks: Ranks) -> TrainerBackend:
-    config = process.config
+def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
     assert config.trainer.backend is TrainerBackendName.REFERENCE, "preflight lets no other pass"
     if config.deterministic:
         compute_deterministically()

@@ -1,0 +1,71 @@
+"""``areal-hpc export``: a checkpoint as a Hugging Face directory, from files alone; the run need not be living.
+
+    checkpoint of the surviving history ──> the trainer's backend, on the CPU ──> save_pretrained, in the names and
+    model.path: architecture, tokenizer ──>                                       shapes of the model's own family
+
+What is written are the weights as the engines served them: rounded to ``model.dtype``, while the checkpoint holds the
+float32 masters as well. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from areal_hpc import checkpoint
+from areal_hpc.buffer.epochs import load_lineage, newest_epoch
+from areal_hpc.config.load import load
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import CheckpointError, DataError
+from areal_hpc.fs import RunDir
+from areal_hpc.types import WeightVersion
+
+
+def export(run: RunDir, step: int | None, target: Path) -> WeightVersion:
+    """Write the checkpoint of ``step`` (the newest, if None) into ``target``, which is not there or empty.
+
+    Raises:
+        DataError: ``target`` holds something, or the model that the run began with is not where it was.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{target} is there already, and not an empty directory; give another name")
+    config = load([run.config])
+    if not Path(config.model.path).is_dir():
+        raise DataError(
+            f"model.path: there is no directory {config.model.path} as seen from {Path.cwd()}; architecture and "
+            "tokenizer come from it, so restore it, or go to where the run was started"
+        )
+    found = find(run, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write(config, found.path, temporary)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone by its name, if all went well
+    return found.version
+
+
+def find(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
+    """The checkpoint of ``step``, or the newest one, of what the run still stands on; read and verified.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    lineage = load_lineage(run, newest_epoch(run) + 1)
+    if step is not None:
+        return checkpoint.at_step(run, lineage, step)
+    if (found := checkpoint.newest(run, lineage)) is None:
+        raise CheckpointError(f"{run.checkpoints} has no checkpoint yet; stop the run, or wait for its first one")
+    return found
+
+
+def _write(config: Config, source: Path, target: Path) -> None:
+    from areal_hpc.roles.wiring.training import make_backend
+    from areal_hpc.training.ranks import Ranks
+
+    backend = make_backend(config, Ranks())
+    backend.load(str(source))
+    backend.export(str(target))
