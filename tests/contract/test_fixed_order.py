@@ -14,11 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from rollout_stores import DiskStore, MemoryStore, Worker, group
 
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.errors import CorruptRecord, GenerationError, RunDirError
 from areal_hpc.types import Drop, GroupRef, Ticket, WeightVersion
-from tests.contract.test_rollout_store import DiskStore, MemoryStore, Worker, group
 
 ORDER = FixedOrder(groups_per_step=2, max_staleness=1)
 Make = Callable[..., Any]
