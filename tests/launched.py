@@ -15,9 +15,13 @@ from typing import Any
 import psutil
 import yaml
 
+from areal_hpc.buffer.chain import ChainName
+from areal_hpc.buffer.records import RecordType, group_ref
+from areal_hpc.buffer.scan import ChainReader, GroupFetcher
 from areal_hpc.checkpoint import CHECKPOINT_NAME, verify
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, read_json
 from areal_hpc.telemetry import Record, RecordReader
+from areal_hpc.types import TrajectoryGroup
 from areal_hpc.watermark import Watermark
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -43,6 +47,9 @@ CONFIG: dict[str, Any] = {
     "checkpoint": {"every_steps": 100},
 }
 """About five steps in two seconds, once everything is up."""
+STEPS = CONFIG["trainer"]["total_steps"]
+ROLES = ("trainer-0", "generator-0", "rollout-0", "evaluator-0")
+EVALUATE = ("evaluation.every_steps=2", "evaluation.num_prompts=4")
 
 
 def until(what: str, ready: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
@@ -163,3 +170,30 @@ def newest_checkpoint(run: RunDir) -> Any:
 def num_consumed(run: RunDir) -> int:
     """Different prompt positions that the newest checkpoint counts as consumed."""
     return len(Watermark.from_state(newest_checkpoint(run).state["ring"]["consumed"]))
+
+
+def state_of(run: RunDir, epoch: int = 1) -> str:
+    return str(read_json(run.attempt(epoch).state)["state"])
+
+
+def groups_in(run: RunDir) -> list[tuple[int, TrajectoryGroup]]:
+    """Every group that was sealed into the ring, with the weight version of its ticket."""
+    chains, fetcher, found = run.ring / "chains", GroupFetcher(run), []
+    for text in os.listdir(chains):
+        name = ChainName.parse(text)
+        assert name is not None
+        for record in ChainReader(chains, name).poll(last=True):
+            if record.type is RecordType.DATA:
+                ref = group_ref(text, record.meta, segment=record.segment, offset=record.offset, seq=record.seq)
+                found.append((ref.version.step, fetcher.read(ref)))
+    return found
+
+
+def assert_stopped_in_order(started: Launched) -> int:
+    """Everything is gone, and the checkpoint is that of the last step; which one that was."""
+    assert started.left_over() == []
+    assert state_of(started.run, started.run.all_attempts()[-1].epoch) == "stopped"
+    stopped_at = int(newest_checkpoint(started.run).version.step)
+    assert stopped_at == max(record.number("step") or 0 for record in started.records("step"))
+    assert num_consumed(started.run) == stopped_at * GROUPS
+    return stopped_at
