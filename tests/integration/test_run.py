@@ -135,7 +135,7 @@ def test_an_export_is_the_checkpoint_as_any_reader_of_hugging_face_directories_h
 def test_a_second_run_begins_with_what_was_exported(
     exported: Path, finished: tuple[Launched, list[str]], tmp_path: Path
 ) -> None:
-    """Its engine and trainer load the directory; at a learning rate that moves nothing it ends with the same weights."""
+    """Its engine and trainer load it; at a learning rate that moves nothing it ends with the same weights."""
     with launched(tmp_path, exported, "trainer.total_steps=1", "trainer.optimizer.lr=1e-30") as second:
         assert second.wait() == 0, second.text
     masters, again = (
