@@ -55,3 +55,10 @@ def make_for_ever(path: Path, seed: int) -> None:
     """A model's maker that never comes to an end; says that it began by a file beside the model."""
     path.with_name("making").touch()
     time.sleep(3600)
+
+
+def coarse(text: str, answer: int, prompt: Prompt) -> float:
+    """0 or 1, so that small groups are often all alike; every seventh prompt has no reward."""
+    if answer % 7 == 3:
+        raise RuntimeError("this prompt has no reward")
+    return float(len(set(text)) % 2)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.errors import ConfigError, RewardError
+from areal_hpc.errors import ConfigError, RewardError, RewardRaised
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.types import Prompt
 
@@ -102,6 +102,19 @@ def test_I9_I15_a_reward_that_fails_is_named_and_its_worker_replaced(action: str
                 await pool.score(action, PROMPT)
             assert await pool.score("pid", PROMPT) != before
             assert not is_alive(int(before))
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("action", "reward_itself"), [("raise", True), ("nan", True), ("none", True), ("exit", False), ("sleep", False)]
+)
+def test_whether_the_reward_itself_failed_is_told_from_what_befell_it(action: str, reward_itself: bool) -> None:
+    async def test() -> None:
+        async with pool_of(timeout_s=0.8) as pool:
+            with pytest.raises(RewardError) as failure:
+                await pool.score(action, PROMPT)
+            assert isinstance(failure.value, RewardRaised) == reward_itself
 
     run(test())
 

@@ -22,7 +22,7 @@ from rollout_fakes import (
 )
 
 from areal_hpc.config.schema import FilterConfig, SamplingConfig
-from areal_hpc.errors import ConfigError, DataError, Fenced, GenerationError, RewardError
+from areal_hpc.errors import ConfigError, DataError, Fenced, GenerationError, RewardError, RewardRaised
 from areal_hpc.protocols import Episode
 from areal_hpc.rollout.episodes import derive_seed
 from areal_hpc.types import Drop, GenerationRequest, Message, Prompt, Trajectory
@@ -43,6 +43,44 @@ def test_F4_a_failed_sample_is_tried_again_and_only_that_one(error: Exception) -
             (2, 1, type(error).__name__, "generating"),
         ]
         assert records.kept["group"][0]["attempts"] == 3
+
+    run(test())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_second_attempt_has_the_seed_of_the_first_only_in_deterministic_training(deterministic: bool) -> None:
+    async def test() -> None:
+        ring = Ring(1, done=1)
+        engine = Engine(failing((0, 2, 0), error=GenerationError("lost")))
+        await runner_of(ring, engine, deterministic=deterministic).run(ring.stop)
+        first, second = (r.sampling.seed for r in engine.requests if sample_of(r.request_id) == 2)
+        assert first == derive_seed(1, 0, 2, 0)
+        assert second == derive_seed(1, 0, 2, 0 if deterministic else 1)
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [GenerationError("lost"), RewardError("did not return in 3 s"), TimeoutError()])
+def test_deterministic_training_ends_rather_than_drop_what_might_not_fail_again(error: Exception) -> None:
+    async def test() -> None:
+        ring, attempts = Ring(1, done=1), [(0, 2, attempt) for attempt in range(3)]
+        with pytest.raises(type(error)) as raised:
+            await runner_of(ring, Engine(failing(*attempts, error=error)), deterministic=True).run(ring.stop)
+        assert "cannot drop this sample, since it might not fail again: resume the run" in raised.value.__notes__[0]
+        assert (ring.sealed, ring.dropped) == ({}, {})
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [RewardRaised("ZeroDivisionError"), DataError("too long"), ValueError("no digits")])
+def test_deterministic_training_drops_what_fails_every_time(error: Exception) -> None:
+    async def test() -> None:
+        ring, attempts = Ring(2, done=2), [(0, 2, attempt) for attempt in range(3)]
+        engine = Engine(failing(*attempts, error=error))
+        strict = config(filter=FilterConfig(min_group_size=4))
+        await runner_of(ring, engine, deterministic=True, config=strict).run(ring.stop)
+        assert ring.dropped == {0: Drop.FAILED}
+        assert sorted(ring.sealed) == [1]
 
     run(test())
 

@@ -24,7 +24,7 @@ from areal_hpc.errors import DataError, RoleDied, RunDirError
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import launcher
-from areal_hpc.roles.launcher import CHANGEABLE, Signals, run_local, stop_run
+from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, Signals, run_local, stop_run
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -206,8 +206,23 @@ def test_a_start_that_got_nowhere_freezes_nothing(config: Config, run: RunDir) -
     assert load([run.config]).seed == 9
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_number_of_threads_may_change_unless_bits_count(deterministic: bool, config: Config, run: RunDir) -> None:
+    mode = f"deterministic={str(deterministic).lower()}"
+    config = changed(config, mode)
+    start(config)
+    begin(run)
+    other = changed(config, mode, "trainer.threads=2", "generation.replicas=2")
+    if not deterministic:
+        assert start(other, resume=True) == 0
+        return
+    with pytest.raises(RunDirError, match=r"config.yaml: trainer\.threads \(was 1\) would change within one run"):
+        start(other, resume=True)
+
+
 def test_every_changeable_key_exists() -> None:
     assert [prefix for prefix in CHANGEABLE if not any(key.startswith(prefix) for key in keys())] == []
+    assert all(key in keys() and key.startswith(CHANGEABLE) for key in ROUNDING)
 
 
 # How an end is judged

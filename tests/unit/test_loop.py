@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from areal_hpc.buffer.memory import MemoryRing
+from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.training.loop import Pace, TrainingLoop
@@ -68,6 +69,7 @@ class Workers:
     def __init__(self, ring: MemoryRing) -> None:
         self.ring, self.writer, self.make = ring, ring.writer(0), group
         self.positions = itertools.count()
+        self.refused: set[int] = set()
 
     def produce(self) -> None:
         again = iter(self.writer.reissues())
@@ -76,6 +78,9 @@ class Workers:
             if ticket is None:
                 self.positions = itertools.chain([position], self.positions)
                 return
+            if position in self.refused:
+                self.writer.drop(ticket, Drop.FILTERED)
+                continue
             self.writer.seal(ticket, self.make(position, ticket.version.step))
 
 
@@ -113,6 +118,7 @@ class World:
         total_steps: int = 3,
         max_staleness: int = 1,
         checkpoint_every: int = 100,
+        deterministic: bool = False,
         ranks: Ranks | None = None,
         ring: MemoryRing | None = None,
         **algorithm: Any,
@@ -120,7 +126,8 @@ class World:
         self.algorithm = AlgorithmConfig(**{"groups_per_step": 2, **algorithm})
         capacity = (max_staleness + 1) * self.algorithm.groups_per_step
         ranks = ranks or Ranks()
-        self.ring = ring or MemoryRing(capacity, max_staleness)
+        order = FixedOrder(groups_per_step=self.algorithm.groups_per_step, max_staleness=max_staleness)
+        self.ring = ring or MemoryRing(capacity, max_staleness, order=order if deterministic else None)
         self.workers = Workers(self.ring) if ranks.leads else None
         self.stop = False
         self.calls: list[str] = []
@@ -166,6 +173,16 @@ class World:
         self.loop.announce()
         return self.loop.run()
 
+    def begin_without(self, position: int) -> Workers:
+        """Start weights published and the positions before ``position`` done; the workers wait to be told to go on."""
+        workers, self.workers = self.workers, None
+        assert workers is not None
+        self.loop.announce()
+        workers.positions = iter(range(position))
+        workers.produce()
+        workers.positions = itertools.count(position)
+        return workers
+
     def trained(self) -> list[tuple[int, int]]:
         """(position, episode) of every trajectory trained on, in no particular order."""
         batches = [batch for minibatches in self.backend.trained for batch in minibatches]
@@ -192,6 +209,50 @@ def test_slots_are_free_only_after_their_weights_are_published() -> None:
     world.run()
     assert outstanding == [0, 2]
     assert world.ring.reader.stats()["claimed"] == 0
+
+
+def test_deterministic_weights_wait_for_what_older_ones_still_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups a step, bound 1: version 0 samples positions 0 to 3. A stop request does not end the wait for 3."""
+    world = World(total_steps=2, deterministic=True)
+    workers = world.begin_without(3)
+    asked: list[bool] = []
+    may_publish = world.ring.reader.may_publish
+
+    def watched(version: WeightVersion) -> bool:
+        asked.append(may_publish(version))
+        if len(asked) == 2:
+            world.stop = True
+            workers.produce()
+        return asked[-1]
+
+    monkeypatch.setattr(world.ring.reader, "may_publish", watched)
+    assert world.loop.run() is False
+    assert asked == [False, False, True]
+    assert world.calls == ["weights", "publish 0", "logprobs", "train", "weights", "publish 1", "commit 1"]
+
+
+def test_a_wait_for_older_weights_ends_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(total_steps=2, deterministic=True)
+    world.begin_without(3)
+    train_step = world.backend.train_step
+
+    def slow(minibatches: Sequence[Batch]) -> Mapping[str, float]:
+        world.loop.clock = itertools.count(world.now, 40.0).__next__
+        return train_step(minibatches)
+
+    monkeypatch.setattr(world.backend, "train_step", slow)
+    with pytest.raises(WaitTimeout, match=r"version 1 waited 60 s for what older ones sample.* the first is 3; 0 of"):
+        world.loop.run()
+
+
+def test_a_step_whose_groups_were_all_refused_is_a_step() -> None:
+    world = World(total_steps=3, max_staleness=0, deterministic=True)
+    assert world.workers is not None
+    world.workers.refused = {1, 2, 3}
+    assert world.run() is True
+    assert [position for position, _ in world.trained()] == [0] * GROUP_SIZE + [4, 4, 4, 5, 5, 5]
+    assert [record["tokens_trained"] for record in world.records] == [12, 0, 24]
+    assert [math.isnan(record["reward_mean"]) for record in world.records] == [False, True, False]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
