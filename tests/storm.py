@@ -19,7 +19,6 @@ Every launcher and role runs the product's own code, from its command line on, i
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import random
@@ -28,19 +27,18 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import yaml
+from forked import fork, preload
 
 from areal_hpc.buffer.epochs import newest_epoch, read_start
 from areal_hpc.checkpoint import PENDING_NAME
@@ -114,68 +112,6 @@ WEIGHTS = {
     Victim.FROZEN: 1,
 }
 PHASES = {Phase.START: 3, Phase.STEP: 4, Phase.BROADCAST: 4, Phase.CHECKPOINT: 4}
-
-
-class ForkedRole(subprocess.Popen):  # type: ignore[type-arg]
-    """A role as a fork of its launcher instead of a fresh interpreter: the same code from its command line on."""
-
-    def _execute_child(self, *arguments: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
-        self.pid = os.fork()
-        if self.pid == 0:
-            become(f"{given['args'][3]}-{given['args'][4]}", given["c2pwrite"])
-            os.environ.update(given["env"])
-            from areal_hpc.roles.__main__ import main
-
-            leave(lambda: main(given["args"][3:]))
-        self._child_created = True
-
-
-def become(name: str, output: int) -> None:
-    """In a forked child: a process with a name, a session and an output of its own, and no signal handlers."""
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    Path("/proc/self/comm").write_text(name, encoding="ascii")
-
-
-def leave(main: Callable[[], int]) -> None:
-    """End a forked child as an interpreter ends: with the code of ``main``, or 1 and a traceback."""
-    code = 1
-    try:
-        code = main()
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def preload(how: How) -> None:
-    """Import what launcher and roles will import, so that their forks need not."""
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-
-    import areal_hpc.cluster.local as local
-    import areal_hpc.generation.embedded.server
-    import areal_hpc.report
-    import areal_hpc.roles.evaluator
-    import areal_hpc.roles.generator
-    import areal_hpc.roles.launcher
-    import areal_hpc.roles.rollout
-    import areal_hpc.roles.trainer
-    import areal_hpc.training.reference  # noqa: F401
-
-    if how is How.STAND_INS:
-        from stand_ins import install
-
-        install()
-    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRole})  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -254,12 +190,9 @@ class Storm:
         if self.how is How.PROCESSES:
             words = [sys.executable, "-m", "areal_hpc", *line]
             return subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True).pid
-        if (pid := os.fork()) == 0:
-            become("launcher", output)
-            from areal_hpc.cli import main
+        from areal_hpc.cli import main
 
-            leave(lambda: main(line))
-        return pid
+        return fork("launcher", output, lambda: main(line))
 
     def ended(self) -> int | None:
         """The launcher's exit code once it has ended (negative for a signal)."""
@@ -473,7 +406,11 @@ def progress(outcome: Outcome) -> None:
 def blow(directory: Path, model: Path, kills: int, seed: int, how: How) -> dict[str, Any]:
     """A whole storm in ``directory``, or the rest of one that was broken off there; what it found."""
     if how is not How.PROCESSES:
-        preload(how)
+        preload()
+    if how is How.STAND_INS:
+        from stand_ins import install
+
+        install()
     storm = Storm(directory, model, seed, how)
     try:
         storm.blow(kills, progress)

@@ -68,7 +68,7 @@ def check(found: dict[str, Any], kills: int) -> None:
     assert found["proof"]["steps"] == found["proof"]["checkpoint"][1] > 0
 
 
-def test_nothing_is_lost_and_nothing_trained_twice(survived: tuple[dict[str, Any], RunDir]) -> None:
+def test_C6_C26_nothing_is_lost_and_nothing_trained_twice(survived: tuple[dict[str, Any], RunDir]) -> None:
     found, _ = survived
     check(found, KILLS)
     assert set(found["kills_by_phase"]) == set(Phase), "some phase was never hit"
