@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | keys | export | status | stop``.
+"""The command line: ``areal-hpc run | config | keys | export | status | stop | ledger``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("run_dir", type=Path)
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     stop.set_defaults(command=_stop)
+
+    ledger = commands.add_parser("ledger", help="prove from a run's files that every prompt was consumed exactly once")
+    ledger.add_argument("run_dir", type=Path)
+    ledger.add_argument("--json", action="store_true", help="print the findings as one JSON document")
+    ledger.set_defaults(command=_ledger)
     return parser
 
 
@@ -157,3 +162,16 @@ def _stop(options: argparse.Namespace) -> int:
 
     print(f"{options.run_dir}: {stop_run(RunDir.open(options.run_dir), options.timeout)}")
     return 0
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    """Exit code 0: proven; 1: violated, with the steps, positions and prompts that break it."""
+    import json
+
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report import ledger_lines, prove_run
+
+    run = RunDir.open(options.run_dir)
+    proof = prove_run(run)
+    print(json.dumps(proof.facts(), indent=1) if options.json else "\n".join(ledger_lines(run, proof)))
+    return 0 if proof.proven else EXIT_FAILED

@@ -47,6 +47,13 @@ def sometimes(text: str, answer: int, prompt: Prompt) -> float:
     return spread(text, answer, prompt)
 
 
+def uneven(text: str, answer: int, prompt: Prompt) -> float:
+    """As ``spread``, but one prompt of seven raises, and one of five is worth the same whatever the text is."""
+    if answer % 7 == 3:
+        raise RuntimeError("this prompt has no reward")
+    return 1.0 if answer % 5 == 2 else spread(text, answer, prompt)
+
+
 def never(text: str, answer: int, prompt: Prompt) -> float:
     raise RuntimeError("no text has a reward")
 

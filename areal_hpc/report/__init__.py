@@ -1,8 +1,21 @@
-"""What a person sees of a run: the live console, the status from files alone, and the report with its curves."""
+"""What a person sees of a run: the live console, the status from files alone, and the report with its curves;
+and the proof that nothing was lost and nothing trained twice."""
 
 from areal_hpc.report.console import LiveConsole
 from areal_hpc.report.files import write_report
+from areal_hpc.report.ledger import ledger_lines, prove_run
+from areal_hpc.report.proof import Breach, Proof
 from areal_hpc.report.status import status_lines
 from areal_hpc.report.summary import Summary, summarise
 
-__all__ = ["LiveConsole", "Summary", "status_lines", "summarise", "write_report"]
+__all__ = [
+    "Breach",
+    "LiveConsole",
+    "Proof",
+    "Summary",
+    "ledger_lines",
+    "prove_run",
+    "status_lines",
+    "summarise",
+    "write_report",
+]

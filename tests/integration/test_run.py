@@ -27,6 +27,7 @@ from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_hpc.fs import read_json
+from areal_hpc.report import prove_run
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,8 @@ def test_a_run_trains_all_its_steps_and_leaves_its_report(finished: tuple[Launch
     assert state_of(started.run) == "finished"
     assert [record.number("step") for record in started.records("step")] == list(range(1, STEPS + 1))
     assert num_consumed(started.run) == STEPS * GROUPS
+    proof = prove_run(started.run)
+    assert (proof.violations, proof.steps, proof.trained) == ((), STEPS, STEPS * GROUPS)
     assert started.run.evaluated_steps() >= {0, STEPS}
     assert read_json(started.run.summary)["last_step"] == STEPS
     assert started.run.curves("png").read_bytes().startswith(b"\x89PNG")

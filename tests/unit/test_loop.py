@@ -228,7 +228,7 @@ def test_deterministic_weights_wait_for_what_older_ones_still_sample(monkeypatch
     monkeypatch.setattr(world.ring.reader, "may_publish", watched)
     assert world.loop.run() is False
     assert asked == [False, False, True]
-    assert world.calls == ["weights", "publish 0", "logprobs", "train", "weights", "publish 1", "commit 1"]
+    assert world.calls == ["weights", "publish 0", "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1"]
 
 
 def test_a_wait_for_older_weights_ends_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:

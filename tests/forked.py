@@ -1,0 +1,85 @@
+"""Processes of a run as forks of one that has imported everything: the same code, without the seconds of a start.
+
+preload()                                     in a process that has started no thread and computed nothing
+pid = fork("launcher", output, main)          and so for every role that a launcher among them starts
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class ForkedRole(subprocess.Popen):  # type: ignore[type-arg]
+    """A role as a fork of its launcher instead of a fresh interpreter."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
+        words: list[str] = given["args"][given["args"].index("areal_hpc.roles") + 1 :]
+
+        def role() -> int:
+            from areal_hpc.roles.__main__ import main
+
+            os.environ.update(given["env"])
+            return main(words)
+
+        self.pid = fork("-".join(words[:2]), given["c2pwrite"], role)
+        self._child_created = True
+
+
+def fork(name: str, output: int, main: Callable[[], int]) -> int:
+    """A child with a name, a session and an output of its own that runs ``main`` and ends with its code; its pid."""
+    if (pid := os.fork()) == 0:
+        _become(name, output)
+        _leave(main)
+    return pid
+
+
+def _become(name: str, output: int) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    Path("/proc/self/comm").write_text(name, encoding="ascii")
+
+
+def _leave(main: Callable[[], int]) -> None:
+    """As an interpreter ends: with the code of ``main``, or 1 and a traceback."""
+    code = 1
+    try:
+        code = main()
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def preload() -> None:
+    """Import what launcher and roles will import, so that their forks need not; from now on roles are forks."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    import areal_hpc.cluster.local as local
+    import areal_hpc.generation.embedded.server
+    import areal_hpc.report
+    import areal_hpc.roles.evaluator
+    import areal_hpc.roles.generator
+    import areal_hpc.roles.launcher
+    import areal_hpc.roles.rollout
+    import areal_hpc.roles.trainer
+    import areal_hpc.training.reference  # noqa: F401
+
+    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRole})  # type: ignore[attr-defined]

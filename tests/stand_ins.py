@@ -1,0 +1,125 @@
+"""Stand-ins for what costs time in a run and has no part in exactly-once: mathematics, engines, reward processes.
+
+    install()     in the process that the launcher and all roles are forked from
+
+Everything else stays: launcher, roles, epochs, ring, prompts, runner, workflow, loop, commits, checkpoints, journal.
+The trainer's "weights" are the prompts that they were trained on, step by step, and live in its checkpoints: what they
+hold in the end is what really was trained, whatever any bookkeeping says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import areal_hpc.roles.generator
+import areal_hpc.roles.launcher
+import areal_hpc.roles.trainer
+import areal_hpc.roles.wiring.episodes
+import areal_hpc.roles.wiring.training
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import RewardError
+from areal_hpc.generation.scripted import ScriptedGenerator
+from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.types import Batch, Float32Array, Message, Prompt
+
+ROWS = "rows.json"
+
+
+class Rows:
+    """A ``TrainerBackend`` whose weights are the rows of the data set that each step was trained on."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def logprobs(self, batch: Batch) -> Float32Array:
+        return batch.behaviour
+
+    def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
+        """A sequence begins with its row (see ``Renderer``); every group has two."""
+        starts = [(batch, start) for batch in minibatches for start in batch.boundaries[:-1]]
+        self.steps.append(sorted(int(batch.token_ids[start]) for batch, start in starts)[::2])
+        return {"loss": 0.0}
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def save(self, directory: str) -> None:
+        Path(directory, ROWS).write_text(json.dumps(self.steps), encoding="ascii")
+
+    def load(self, directory: str) -> None:
+        self.steps = json.loads(Path(directory, ROWS).read_bytes())
+
+
+class Transport:
+    """A ``WeightTransport`` without engines that takes a moment."""
+
+    async def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Mapping[str, float]:
+        await asyncio.sleep(random.uniform(0.0, 0.03))
+        return {}
+
+    async def close(self) -> None: ...
+
+
+class Renderer:
+    """A prompt's only token is its row in ``tiny_task.Numbers``."""
+
+    def __init__(self, model_path: str) -> None: ...
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (int(messages[-1]["content"].split()[1]),)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode()
+
+
+class Router(ScriptedGenerator):
+    """Engines that answer after a moment, the two samples of a prompt differently, by the version pinned last."""
+
+    def __init__(self, clients: Sequence[Any]) -> None:
+        super().__init__(lambda request: "ab" if ".s1." in request.request_id else "aaaa", token_s=0.005)
+
+    async def expect(self, version: int) -> None:
+        self.version = version
+
+
+class RewardPool:
+    """Scores in this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._reward = dotted(config.rollout.reward, "rollout.reward")
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, text: str, prompt: Prompt) -> float:
+        try:
+            return float(self._reward(text, prompt.answer, prompt))
+        except RuntimeError as error:
+            raise RewardError(str(error)) from error
+
+
+def _idle(process: RoleProcess) -> int:
+    process.stop_flag.wait()
+    return EXIT_STOPPED
+
+
+def install() -> None:
+    """Put all of them where the roles look for the real ones."""
+    areal_hpc.roles.generator.main = _idle
+    areal_hpc.roles.launcher.preflight = lambda config: None
+    areal_hpc.roles.launcher.write_report = lambda run: None  # figures by matplotlib take a second
+    areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
+    training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes
+    training.make_clients = lambda process: []
+    training.make_transport = lambda process, clients: Transport()
+    episodes.make_clients = lambda process: []
+    episodes.make_reward_pool = RewardPool
+    episodes.Router = Router
+    episodes.ChatRenderer = Renderer

@@ -1,0 +1,436 @@
+"""A kill storm: a real run whose processes are killed again and again, continued each time, and proven in the end.
+
+    python tests/storm.py DIRECTORY --kills 40 --seed 1 [--how stand-ins|forks|processes]      prints one JSON document;
+    started again in the same directory, it goes on where it was
+
+Whom it kills and when comes from a seed: any role, the launcher alone (its roles must end by themselves), everything at
+once, or the launcher with the trainer frozen and woken after its successor took over. The instants: while the attempt
+still starts, somewhere in a step, in the middle of a weight broadcast, in the middle of a checkpoint; the last two are
+told from the files (a step in the journal whose version CONTROL does not name yet, a checkpoint under its temporary
+name). A launcher that has ended is started again with ``--resume``; one that replaces its dead roles is left alone.
+
+Every launcher and role runs the product's own code, from its command line on, in a process of its own:
+
+    processes    as a person starts it
+    forks        forked from this process, which has imported torch and computed nothing: a cheap start
+    stand-ins    forks, with stand-ins for mathematics, engines and reward processes (``stand_ins.py``)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import yaml
+from forked import fork, preload
+
+from areal_hpc.buffer.epochs import newest_epoch, read_start
+from areal_hpc.checkpoint import PENDING_NAME
+from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.report import Breach, Proof, prove_run
+
+LIMIT_S = 120.0
+"""Longest wait for anything; far more than it takes on a busy machine."""
+MOST_FAILURES = 5
+"""A storm that found so many says nothing new any more."""
+ROLE = re.compile(r"(trainer|generator|rollout|evaluator)-\d+")
+CONFIG: dict[str, Any] = {
+    "name": "run",
+    "model": {"max_tokens": 64},
+    "prompts": {"train": "tiny_task:Numbers", "eval": "tiny_task:Numbers", "limit": 24},
+    "rollout": {
+        "reward": "tiny_task:uneven",
+        "group_size": 2,
+        "concurrency": 4,
+        "attempts": 1,
+        "workers": 2,
+        "reward_workers": 1,
+        "sampling": {"max_new_tokens": 8},
+    },
+    "buffer": {"max_staleness": 1, "commit_s": 0.02},
+    "algorithm": {"groups_per_step": 2},
+    "trainer": {"total_steps": 1_000_000, "optimizer": {"lr": 1.0e-4}},
+    "weights": {"bucket_mb": 0.02},
+    "checkpoint": {"every_steps": 2},
+    "evaluation": {"every_steps": 10, "num_prompts": 2, "at_start": False},
+}
+"""A data epoch is 12 steps or fewer, so that several end during a storm; some prompts fail and some are filtered."""
+
+
+class Phase(StrEnum):
+    """What the attempt was at when it was hit."""
+
+    START = "start"
+    STEP = "step"
+    BROADCAST = "broadcast"
+    CHECKPOINT = "checkpoint"
+
+
+class How(StrEnum):
+    """How real the run is."""
+
+    PROCESSES = "processes"
+    FORKS = "forks"
+    STAND_INS = "stand-ins"
+
+
+class Victim(StrEnum):
+    """Who is killed."""
+
+    TRAINER = "trainer"
+    GENERATOR = "generator"
+    ROLLOUT = "rollout"
+    EVALUATOR = "evaluator"
+    LAUNCHER = "launcher"
+    EVERYTHING = "everything"
+    FROZEN = "launcher, trainer frozen"
+
+
+WEIGHTS = {
+    Victim.TRAINER: 6,
+    Victim.GENERATOR: 4,
+    Victim.ROLLOUT: 4,
+    Victim.EVALUATOR: 1,
+    Victim.LAUNCHER: 2,
+    Victim.EVERYTHING: 4,
+    Victim.FROZEN: 1,
+}
+PHASES = {Phase.START: 3, Phase.STEP: 4, Phase.BROADCAST: 4, Phase.CHECKPOINT: 4}
+
+
+@dataclass
+class Outcome:
+    """What a storm found so far; plain data, so that a storm can be broken off and continued."""
+
+    kills: int = 0
+    attempts: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    victims: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
+    to_first_step: list[float] = field(default_factory=list)
+    """Seconds from the command to the attempt's first optimizer step."""
+    from_start_record: list[float] = field(default_factory=list)
+    """Of those, the seconds after the trainer's start record; before it come interpreters, imports and the model."""
+
+    def facts(self, proof: Proof) -> dict[str, Any]:
+        breaches = Counter(violation.breach for violation in proof.violations)
+        return {
+            "kills": self.kills,
+            "attempts": self.attempts,
+            "lost": breaches[Breach.LOST],
+            "twice": breaches[Breach.TWICE],
+            "failed_resumes": len(self.failures),
+            "failures": self.failures,
+            "kills_by_victim": self.victims,
+            "kills_by_phase": self.phases,
+            "seconds_to_first_step": quantiles(self.to_first_step),
+            "seconds_from_start_record": quantiles(self.from_start_record),
+            "seconds": round(self.seconds, 1),
+            "proof": proof.facts(),
+        }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, 95th percentile and number of ``values``; None of none."""
+    if not values:
+        return None
+    median, p95 = np.quantile(values, [0.5, 0.95])
+    return {"median": round(float(median), 2), "p95": round(float(p95), 2), "number": len(values)}
+
+
+class Storm:
+    """One run, its kills, and its continuations."""
+
+    def __init__(self, directory: Path, model: Path, seed: int, how: How) -> None:
+        self.directory, self.model, self.how = directory, model, how
+        self.run = RunDir(directory / "run")
+        self.record = directory / "outcome.json"
+        self.outcome = Outcome(**read_json(self.record)) if self.record.exists() else Outcome()
+        self.random = random.Random(f"{seed}/{self.outcome.kills}")
+        self.launcher: psutil.Process | None = None
+        self.frozen: list[tuple[psutil.Process, float]] = []
+        self.seen: dict[int, psutil.Process] = {}
+        self.epoch, self.began, self.recorded, self.measured = 0, 0.0, 0.0, True
+        self.output = directory / "output.txt"
+        (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+
+    # Attempts
+
+    def start(self, *words: str) -> None:
+        """Start the run, or continue it."""
+        line = ["run", str(self.directory / "config.yaml"), f"run_root={self.directory}", f"model.path={self.model}"]
+        if self.how is How.STAND_INS:
+            line.append("evaluation.every_steps=0")
+        line += ["--resume", *words] if newest_epoch(self.run) else words
+        self.epoch = newest_epoch(self.run) + 1
+        self.began, self.recorded, self.measured = time.monotonic(), 0.0, False
+        self.output = self.directory / f"output.{self.epoch}.txt"
+        with self.output.open("wb") as file:
+            self.launcher = psutil.Process(self._spawn(line, file.fileno()))
+        self.outcome.attempts += 1
+
+    def _spawn(self, line: list[str], output: int) -> int:
+        if self.how is How.PROCESSES:
+            words = [sys.executable, "-m", "areal_hpc", *line]
+            return subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True).pid
+        from areal_hpc.cli import main
+
+        return fork("launcher", output, lambda: main(line))
+
+    def ended(self) -> int | None:
+        """The launcher's exit code once it has ended (negative for a signal)."""
+        assert self.launcher is not None
+        with suppress(psutil.TimeoutExpired):
+            code: int | None = self.launcher.wait(0)
+            return 0 if code is None else code
+        return None
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """The living roles of this launcher by name."""
+        found = {}
+        with suppress(psutil.NoSuchProcess):
+            assert self.launcher is not None
+            for child in self.launcher.children():
+                with suppress(psutil.NoSuchProcess):
+                    name, line = child.name(), child.cmdline()
+                    if "areal_hpc.roles" in line:
+                        name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2])
+                    if ROLE.fullmatch(name):
+                        found[name] = child
+        self.seen |= {process.pid: process for process in found.values()}
+        return found
+
+    # What the files say
+
+    def step(self) -> int:
+        """The newest step in this attempt's journal; 0 before its first."""
+        with suppress(FileNotFoundError), (self.run.journal / f"e{self.epoch:08d}.log").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            found = re.findall(rb'\{"step":(\d+),', file.read())
+            return int(found[-1]) if found else 0
+        return 0
+
+    def published(self) -> int:
+        """The step that CONTROL names; -1 while it does not speak of this attempt."""
+        with suppress(FileNotFoundError):
+            control = read_json(self.run.ring / "CONTROL.json")
+            return int(control["version"][1]) if control["epoch"] == self.epoch else -1
+        return -1
+
+    def phase(self) -> Phase:
+        with suppress(FileNotFoundError):
+            names = os.listdir(self.run.checkpoints)
+            matches = [match for name in names if (match := PENDING_NAME.fullmatch(name))]
+            if any((int(match[1]), match[2]) == (self.epoch, "tmp") for match in matches):
+                return Phase.CHECKPOINT
+        if (published := self.published()) < 0:
+            return Phase.START
+        return Phase.BROADCAST if self.step() > published else Phase.STEP
+
+    def until(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        """Whether ``ready`` came true in time while the launcher lived."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and self.ended() is None:
+            self.measure()
+            self.wake()
+            if ready():
+                return True
+            time.sleep(0.003)
+        return False
+
+    def measure(self) -> None:
+        """Note when the attempt reached its start record, and then its first step."""
+        now = time.monotonic()
+        if not self.recorded and read_start(self.run, self.epoch) is not None:
+            self.recorded = now
+        if not self.measured and self.recorded and self.step():
+            self.measured = True
+            self.outcome.to_first_step.append(now - self.began)
+            self.outcome.from_start_record.append(now - self.recorded)
+
+    # Kills
+
+    def wake(self, *, all_of_them: bool = False) -> None:
+        """Let frozen trainers go on once their successors are at work."""
+        for process, when in list(self.frozen):
+            if all_of_them or time.monotonic() > when:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+                self.frozen.remove((process, when))
+
+    def strike(self) -> bool:
+        """Wait for an instant and kill somebody; False where the run had ended or that role was not there."""
+        (wanted,) = self.random.choices(list(PHASES), list(PHASES.values()))
+        (victim,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        if wanted is Phase.START:
+            self.until(lambda: time.monotonic() - self.began > delay, delay := self.random.uniform(0.0, 2.0))
+        else:
+            before = self.step()
+            self.until(lambda: self.step() > before, LIMIT_S)
+            self.until(lambda: self.phase() is wanted, 10.0)
+            time.sleep(self.random.choice([0.0, 0.005, 0.02, self.random.uniform(0.0, 0.3)]))
+        phase = self.phase()
+        if self.ended() is not None or not self.kill(victim):
+            return False
+        self.outcome.kills += 1
+        self.outcome.victims[victim] = self.outcome.victims.get(victim, 0) + 1
+        self.outcome.phases[phase] = self.outcome.phases.get(phase, 0) + 1
+        return True
+
+    def kill(self, victim: Victim) -> bool:
+        """Whether there was somebody to kill."""
+        assert self.launcher is not None
+        roles = self.roles()
+        doomed = [process for name, process in roles.items() if name.startswith(str(victim))]
+        if victim in (Victim.LAUNCHER, Victim.EVERYTHING, Victim.FROZEN):
+            doomed = [self.launcher]
+        if victim is Victim.EVERYTHING:
+            doomed += [one for role in roles.values() for one in (role, *role.children(recursive=True))]
+            self.random.shuffle(doomed)
+        if victim is Victim.FROZEN and "trainer-0" in roles:
+            roles["trainer-0"].suspend()
+            self.frozen.append((roles["trainer-0"], time.monotonic() + self.random.uniform(0.5, 3.0)))
+        for process in doomed if victim is Victim.EVERYTHING else doomed[:1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return bool(doomed)
+
+    def go_on(self) -> None:
+        """After a hit: wait until the run moves again by itself or has ended."""
+        before = (self.epoch, self.step())
+        if self.until(lambda: self.moved_beyond(before), LIMIT_S):
+            return
+        if self.ended() is None:
+            self.fail("neither ended nor went on")
+            self.kill(Victim.EVERYTHING)
+            self.until(lambda: False, LIMIT_S)
+
+    def moved_beyond(self, before: tuple[int, int]) -> bool:
+        """Whether there is a step after ``before``; a launcher may begin attempts by itself."""
+        self.epoch = newest_epoch(self.run)
+        return (self.epoch, self.step()) > before and self.step() > 0
+
+    def continue_if_ended(self) -> None:
+        """Start the next attempt where the launcher has ended, which it may only because of a kill."""
+        if (code := self.ended()) is None:
+            return
+        text = self.output.read_text(encoding="utf-8", errors="replace")
+        if code != -signal.SIGKILL and not (code == 1 and "(SIGKILL)" in text):
+            self.fail(f"ended with {code}, and no kill explains it")
+        self.start()
+
+    def fail(self, what: str) -> None:
+        text = self.output.read_text(encoding="utf-8", errors="replace")[-2000:]
+        self.outcome.failures.append(f"attempt {self.epoch}: {what}: {text}")
+
+    # The whole
+
+    def blow(self, kills: int, tell: Callable[[Outcome], None]) -> None:
+        """Kill until ``kills`` are done, then let the run reach its end."""
+        before, began = self.outcome.seconds, time.monotonic()
+        self.start()
+        while self.outcome.kills < kills and len(self.outcome.failures) <= MOST_FAILURES:
+            if self.strike():
+                self.go_on()
+            self.continue_if_ended()
+            self.outcome.seconds = before + time.monotonic() - began
+            publish_json(self.record, asdict(self.outcome))
+            tell(self.outcome)
+        self.finish()
+
+    def finish(self) -> None:
+        """Stop what still runs, continue to a last step, and see that nobody is left."""
+        if self.ended() is None:
+            self.kill(Victim.EVERYTHING)
+        last = max(start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))) + 6
+        self.start(f"trainer.total_steps={last}")
+        self.until(lambda: False, LIMIT_S)
+        if (code := self.ended()) != 0:
+            self.fail(f"the last attempt ended with {code}")
+        self.wake(all_of_them=True)
+        self.check_resumes(last)
+
+    def check_resumes(self, last: int) -> None:
+        """Every attempt that began after a checkpoint was there went on from one; the last one reached its end."""
+        parents = [start.parent for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))]
+        steps = [0 if parent is None else parent.step for parent in parents]
+        if steps != sorted(steps):
+            self.outcome.failures.append(f"an attempt began at an earlier step than one before it: {steps}")
+        deadline = time.monotonic() + 30.0
+        while (alive := [one for one in self.seen.values() if lives(one)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in alive:
+            self.outcome.failures.append(f"process {process.pid} ({process.name()}) outlived its run")
+            process.kill()
+
+    def clean_up(self) -> None:
+        """Whatever happened, leave no process behind."""
+        self.wake(all_of_them=True)
+        if self.launcher is not None and self.ended() is None:
+            self.kill(Victim.EVERYTHING)
+        for process in self.seen.values():
+            if lives(process):
+                process.kill()
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def progress(outcome: Outcome) -> None:
+    told = f"{outcome.kills} kills, {outcome.attempts} attempts, {len(outcome.failures)} failures"
+    told += f", {outcome.seconds:.0f} s"
+    print(f"\r{told}", end="", file=sys.stderr, flush=True)
+
+
+def blow(directory: Path, model: Path, kills: int, seed: int, how: How) -> dict[str, Any]:
+    """A whole storm in ``directory``, or the rest of one that was broken off there; what it found."""
+    if how is not How.PROCESSES:
+        preload()
+    if how is How.STAND_INS:
+        from stand_ins import install
+
+        install()
+    storm = Storm(directory, model, seed, how)
+    try:
+        storm.blow(kills, progress)
+    finally:
+        storm.clean_up()
+    return storm.outcome.facts(prove_run(storm.run))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", type=Path, default=Path("none"))
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--how", type=How, choices=list(How), default=How.FORKS)
+    options = parser.parse_args()
+    facts = blow(options.directory, options.model, options.kills, options.seed, options.how)
+    print(json.dumps(facts, indent=1))
+    return 0 if facts["proof"]["proven"] and not facts["failures"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
