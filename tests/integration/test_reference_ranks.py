@@ -82,7 +82,7 @@ def one_update(group: ProcessGroup | None, path: Path, budget: int, saved: Path)
     minibatches = shares(whole_batch(), 1, *layout(group))
     stats = backend.train_step([m.with_proximal(backend.logprobs(m)) for m in minibatches])
     saved.mkdir(exist_ok=True)
-    backend.save(str(saved))
+    backend.snapshot()(saved)
     return dict(stats), digest(backend)
 
 
@@ -131,7 +131,7 @@ def train_and_save(group: ProcessGroup | None, path: Path, steps: int, saved: Pa
         stats = backend.train_step([m.with_proximal(backend.logprobs(m)) for m in minibatches])
     if saved is not None:
         saved.mkdir(exist_ok=True)
-        backend.save(str(saved))
+        backend.snapshot()(saved)
     return loaded, digest(backend), dict(stats), float(torch.rand(()))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc import checkpoint
-from areal_hpc.checkpoint import newest, prune, sweep, verify, write
+from areal_hpc.checkpoint import Keep, files, newest, prune, sweep, verify, write
 from areal_hpc.errors import CheckpointError, Fenced
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
@@ -34,6 +33,10 @@ def save(directory: Path) -> None:
 
 def make(run: RunDir, step: int, epoch: int = 1) -> Path:
     return write(run, v(step, epoch), save, {"telemetry_step": step}, layout={"ranks": 2})
+
+
+ONE = {1: None}
+"""The lineage of a run with one attempt."""
 
 
 def names(run: RunDir) -> list[str]:
@@ -107,7 +110,9 @@ def test_a_corrupt_newest_falls_back_to_the_one_before_loudly(
 
 def test_all_corrupt_is_an_error_and_never_a_fresh_start(run: RunDir) -> None:
     (make(run, 20) / "model.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"step-00000020\.e00000001.*move them away"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000020\.e00000001 cannot be read: .*model\.bin.*move the run directory away"
+    ):
         newest(run, {1: None})
 
 
@@ -118,7 +123,7 @@ def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:
     found = newest(run, {1: None})
     assert found is not None
     assert found.path == path
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert "step_10-hf" in names(run)
 
 
@@ -157,15 +162,18 @@ def test_B9_a_step_below_existing_ones_can_be_saved_and_is_the_newest(run: RunDi
     found = newest(run, {1: 10, 2: None})
     assert found is not None
     assert found.path == path
-    prune(run, keep=2)
-    assert names(run) == ["step-00000015.e00000002", "step-00000020.e00000001"]
+    prune(run, {1: 10, 2: None}, Keep(newest=2))
+    assert names(run) == ["step-00000010.e00000001", "step-00000015.e00000002", "step-00000020.e00000001"]
+    make(run, 25, epoch=2)
+    prune(run, {1: 10, 2: None}, Keep(newest=2))
+    assert names(run) == ["step-00000015.e00000002", "step-00000025.e00000002"]
 
 
 def test_the_same_version_again_takes_the_place_of_the_first(run: RunDir) -> None:
     (make(run, 10) / "model.bin").unlink()
     path = write(run, v(10), save, {"telemetry_step": 11})
     assert verify(path).state == {"telemetry_step": 11}
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert names(run) == [path.name]
 
 
@@ -291,7 +299,7 @@ def test_the_sweep_leaves_the_unfinished_work_of_living_attempts(run: RunDir) ->
 def test_prune_keeps_the_newest(run: RunDir) -> None:
     for step in (10, 20, 30, 40):
         make(run, step)
-    prune(run, keep=2)
+    prune(run, ONE, Keep(newest=2))
     assert names(run) == ["step-00000030.e00000001", "step-00000040.e00000001"]
 
 
@@ -299,13 +307,13 @@ def test_C12_the_only_good_one_is_never_deleted(run: RunDir) -> None:
     good = make(run, 10)
     for step in (20, 30):
         (make(run, step) / "model.bin").unlink()
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert len(names(run)) == 3
     found = newest(run, {1: None})
     assert found is not None
     assert found.path == good
     make(run, 40)
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert names(run) == ["step-00000040.e00000001"]
 
 
@@ -316,11 +324,11 @@ def test_B8_a_file_that_cannot_go_yet_never_ends_the_run(
     make(run, 10), make(run, 20)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
-        prune(run, keep=1)
+        prune(run, ONE, Keep(newest=1))
     assert os.strerror(code) in caplog.text
     assert [name for name in names(run) if name.startswith("step-")] == ["step-00000020.e00000001"]
     assert len(names(run)) == 2  # its remains lie in the trash
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert names(run) == ["step-00000020.e00000001"]
 
 
@@ -333,6 +341,6 @@ def test_verify_refuses_what_is_not_a_checkpoint(run: RunDir) -> None:
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(run, 10)
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
-    with pytest.raises(CheckpointError, match="format 1"):
+    monkeypatch.setattr(files, "FORMAT", 3)
+    with pytest.raises(CheckpointError, match="format 2"):
         verify(path)

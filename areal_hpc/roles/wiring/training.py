@@ -20,7 +20,7 @@ from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import make_clients
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
+from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -91,7 +91,7 @@ class TrainerSide:
 
 
 def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> TrainerSide:
-    """Rank 0's ring and transport; the ring has read what earlier attempts left."""
+    """Rank 0's ring and transport; the ring has read what earlier attempts left. ``reader.write_start`` is to come."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
     if parent is not None:
@@ -106,8 +106,6 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> Traine
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
     )
-    start = WeightVersion(process.epoch, 0 if parent is None else parent.version.step)
-    reader.write_start(start, identity["fingerprint"])
     journal = Journal(process.run, process.epoch)
     clients = make_clients(process)
     return TrainerSide(
