@@ -244,7 +244,10 @@ class ReferenceBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of the reference backend")
         progress = read_json(path / "trainer.json")
-        masters, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        masters, moments = (
+            load_file(path / name, backend="pread")  # mapped, a bad disk would be a SIGBUS
+            for name in ("model.safetensors", "optimizer.safetensors")
+        )
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
         streams = path / _streams_name(self._ranks.rank)

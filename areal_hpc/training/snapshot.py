@@ -50,7 +50,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(dict(tensors), path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    with safe_open(path, framework="pt") as stored:
+    with safe_open(path, framework="pt", backend="pread") as stored:  # mapped, a bad disk would be a SIGBUS
         for name, tensor in tensors.items():
             if not torch.equal(_bits(stored.get_tensor(name)), _bits(tensor)):  # NaN equals itself here
                 raise CorruptRecord(f"{path}: {name} does not hold what was written; check the disk")

@@ -332,6 +332,27 @@ def test_a_claim_that_a_stop_overtook_is_not_lost() -> None:
     assert world.ring.reader.state_dict()["consumed"] == {"low": 0, "above": []}
 
 
+def test_what_became_durable_is_looked_at_before_each_step_and_in_each_wait() -> None:
+    """A failed save ends the run at the next step; and what a save frees may be what the workers wait for."""
+    world = World(total_steps=3)
+    world.run()
+    assert world.settled >= 3 + 1  # each step, and the end
+    world, asked = World(total_steps=1), itertools.count()
+    world.loop.stop_requested = lambda: bool(next(asked) > 5 and world.stop_requested())
+    world.run()
+    assert world.settled >= 1 + 5
+
+    def fail(wait: bool) -> None:
+        if world.loop.step == 2:
+            raise OSError(28, "No space left on device")
+
+    world = World(total_steps=9, checkpoint_every=2)
+    world.loop.settle = fail
+    with pytest.raises(OSError, match="No space left"):
+        world.run()
+    assert world.calls[-1] == "commit 2"
+
+
 def test_starvation_ends_with_the_ring_s_own_words() -> None:
     world = World()
     world.workers = None

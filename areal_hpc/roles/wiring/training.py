@@ -44,7 +44,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
     if config.trainer.ranks == 1:
         process.publish_endpoint({})
         return Ranks(device=device)
-    timeout_s = config.limits.start_s + config.limits.starve_s
+    longest_s = max(config.limits.starve_s, config.limits.checkpoint_s)  # that rank 0 may keep the others waiting
+    timeout_s = config.limits.start_s + longest_s
     store = host_store(LOOPBACK, timeout_s=timeout_s) if process.index == 0 else None
     process.publish_endpoint({} if store is None else {"host": LOOPBACK, "port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
