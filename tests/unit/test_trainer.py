@@ -38,10 +38,11 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def test_C33_random_streams_are_restored_after_everything_that_may_draw_from_them(
+def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening the data set, making the model and reading the ring may all draw; so loading comes after them."""
+    """Opening the data set, making the model and reading the ring may all draw; so loading comes after them, and then
+    the engines get what was loaded, before any step."""
     run = RunDir.create(tmp_path / "run")
     begin(run, None)
     saved = rng_state(torch.device("cpu"))
