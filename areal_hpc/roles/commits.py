@@ -91,8 +91,8 @@ class Commits:
         Raises:
             What ``settle`` raises, of the one before.
         """
-        self.settle(wait=True)
         began = time.monotonic()
+        self.settle(wait=True)
         version, run = WeightVersion(self._process.epoch, step), self._process.run
         write = self._backend.snapshot()
         directory = Path(self._ranks.share(str(checkpoint.begin(run, version)) if self._ranks.leads else None))
@@ -141,7 +141,13 @@ class Commits:
         )
         check_fence(run, process.epoch)  # what a successor goes on from is not ours to delete
         self._verified = checkpoint.prune(run, load_lineage(run, process.epoch + 1), self._keep(), self._verified)
-        return Durable(step=version.step, ring=state["ring"], seconds=time.monotonic() - began, seconds_stalled=stalled)
+        seconds = time.monotonic() - began
+        return Durable(
+            step=version.step,
+            ring=state["ring"],
+            seconds=seconds,
+            seconds_stalled=stalled if process.config.checkpoint.asynchronous else seconds,
+        )
 
     def _keep(self) -> checkpoint.Keep:
         rules, process = self._process.config.checkpoint, self._process
