@@ -162,7 +162,7 @@ class Member:
             self.side.journal.step(step, trained, self.side.reader.take_dropped())
 
     def commit(self, step: int) -> None:
-        """Begin one atomic checkpoint of the weights that the engines have, once the journal of its steps is durable."""
+        """Begin one atomic checkpoint of the weights on the engines, once the journal of its steps is durable."""
         if self.side is not None:
             self.side.journal.checkpoint(step, self.side.reader.take_dropped())
         self.commits.begin(step, self.fingerprint)

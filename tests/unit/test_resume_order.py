@@ -98,6 +98,7 @@ class Run:
             publish=publish,
             commit=self.commit,
             settle=lambda wait: None,
+            journal=lambda step, trained: None,
             stop_requested=stopping,
             record=lambda kind, values: None,
         )

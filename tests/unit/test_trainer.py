@@ -17,6 +17,7 @@ from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.config.load import load
 from areal_hpc.errors import CheckpointError
 from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.journal import Journal
 from areal_hpc.roles import trainer
 from areal_hpc.roles.trainer import Member
 from areal_hpc.roles.wiring.evaluations import results
@@ -64,6 +65,9 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         def write_start(self, version: WeightVersion, fingerprint: str) -> None:
             order.append(f"start {version.step}")
 
+        def may_publish(self, version: WeightVersion) -> bool:
+            return True
+
         def release(self, version: WeightVersion) -> None:
             order.append("release")
 
@@ -86,7 +90,9 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         drawn.extend(draw())
         return True
 
-    side = SimpleNamespace(reader=Reader(), transport=Transport(), clients=[], identity={"fingerprint": "f"})
+    side = SimpleNamespace(
+        reader=Reader(), transport=Transport(), clients=[], identity={"fingerprint": "f"}, journal=Journal(run, 2)
+    )
     monkeypatch.setattr(trainer, "join_ranks", lambda _: Ranks())
     monkeypatch.setattr(trainer, "make_backend", make("model", Backend()))
     monkeypatch.setattr(trainer, "make_trainer_side", make("side", side))
