@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal_hpc.types import (
@@ -83,9 +82,7 @@ class WeightTarget(Protocol):
 
 
 class WeightTransport(Protocol):
-    """``told = await transport.publish(version, backend.weights())``; then every target serves ``version``.
-
-    ``told`` holds ``seconds``, ``seconds_paused``, ``bytes`` and the ``fingerprint`` of the weights that were sent.
+    """``seconds = await transport.publish(version, backend.weights())``; then every target serves ``version``.
 
     Raises:
         WeightUpdateError: a target could not be brought to the version whole; names it.
@@ -200,9 +197,6 @@ class TrainerBackend(Protocol):
     stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
     for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
     backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
-    write = backend.snapshot()                      # this rank's state in host memory; training may go on
-    write(directory)                                # later, in any thread, durable when it returns; then the next one
-    backend.load(directory)                         # what all ranks wrote, random streams last
     """
 
     def logprobs(self, batch: Batch) -> Float32Array: ...
@@ -211,7 +205,7 @@ class TrainerBackend(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
-    def snapshot(self) -> Callable[[Path], None]: ...
+    def save(self, directory: str) -> None: ...
 
     def load(self, directory: str) -> None: ...
 

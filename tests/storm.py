@@ -302,11 +302,11 @@ class Storm:
         if victim in (Victim.LAUNCHER, Victim.EVERYTHING, Victim.FROZEN):
             doomed = [self.launcher]
         if victim is Victim.EVERYTHING:
-            doomed += [one for role in roles.values() for one in (role, *role.children(recursive=True))]
-            self.random.shuffle(doomed)
+            doomed += [one for role in roles.values() for one in family(role)]
         if victim is Victim.FROZEN and "trainer-0" in roles:
             roles["trainer-0"].suspend()
             self.frozen.append((roles["trainer-0"], time.monotonic() + self.random.uniform(0.5, 3.0)))
+        self.random.shuffle(doomed)
         for process in doomed if victim is Victim.EVERYTHING else doomed[:1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -365,10 +365,15 @@ class Storm:
         if (code := self.ended()) != 0:
             self.fail(f"the last attempt ended with {code}")
         self.wake(all_of_them=True)
-        self.check_resumes(last)
+        self.check(last)
 
-    def check_resumes(self, last: int) -> None:
-        """Every attempt that began after a checkpoint was there went on from one; the last one reached its end."""
+    def check(self, last: int) -> None:
+        """No attempt fell back behind one before it, the last one reached step ``last``, and no process outlives it."""
+        reached = prove_run(self.run).checkpoint
+        if reached is None or reached.step != last:
+            self.outcome.failures.append(
+                f"the last attempt was to reach step {last}; the newest checkpoint is {reached}"
+            )
         parents = [start.parent for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))]
         steps = [0 if parent is None else parent.step for parent in parents]
         if steps != sorted(steps):
@@ -388,6 +393,13 @@ class Storm:
         for process in self.seen.values():
             if lives(process):
                 process.kill()
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all below it; nobody where it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def lives(process: psutil.Process) -> bool:

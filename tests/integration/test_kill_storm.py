@@ -32,7 +32,7 @@ from areal_hpc.report.ledger import read_evidence
 from areal_hpc.report.proof import surviving
 
 KILLS = 44
-KILLS_OF_THE_WHOLE = 4
+KILLS_OF_THE_WHOLE = 3
 SEED = 20
 LIMIT_S = 280.0
 NUM_ROWS = CONFIG["prompts"]["limit"]
