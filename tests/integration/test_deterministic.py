@@ -17,6 +17,7 @@ import pytest
 from launched import Launched, launched, newest_checkpoint, until
 from tiny_models import make_model
 
+from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.fs import RunDir
 from areal_hpc.telemetry import RecordReader
 
@@ -99,6 +100,7 @@ def run_with_kills(directory: Path, model: Path, words: Sequence[str], victims: 
     return started.run
 
 
+@pytest.mark.timeout(600)  # five starts of a whole run; half a minute where the machine has nothing else to do
 @pytest.mark.parametrize(
     ("words", "victims"),
     [
@@ -112,6 +114,9 @@ def test_a_run_that_was_killed_learns_the_same_bits(
 ) -> None:
     of_trainer = [word for word in words if word.startswith("trainer.")]
     with launched(tmp_path, model, *WORDS, *of_trainer, name="undisturbed") as started:
+        started.wait_for_step(1)
+        environments = [process.environ() for process in started.roles().values()]
+        assert all(REPRODUCIBLE.items() <= environment.items() for environment in environments)
         assert started.wait() == 0, started.text
     undisturbed = rows(started.run)
     assert sorted(undisturbed) == list(range(1, STEPS + 1))
