@@ -74,9 +74,11 @@ RANGES: Final[Mapping[str, str]] = {
     "evaluation.temperature": "[0, inf)",
     "checkpoint.every_steps": "[1, inf)",
     "checkpoint.keep": "[1, inf)",
+    "checkpoint.keep_every": "[0, inf)",
     "limits.start_s": "(0, inf)",
     "limits.starve_s": "(0, inf)",
     "limits.weight_update_s": "(0, inf)",
+    "limits.checkpoint_s": "(0, inf)",
     "limits.stop_s": "(2, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""

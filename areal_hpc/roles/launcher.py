@@ -22,15 +22,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from areal_hpc import checkpoint
 from areal_hpc.accelerator import REPRODUCIBLE
-from areal_hpc.buffer.epochs import claim_epoch, claimed_by, newest_epoch, read_start
+from areal_hpc.buffer.epochs import claim_epoch, claimed_by, load_lineage, newest_epoch, read_start
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import RoleDied, RunDirError
+from areal_hpc.errors import CheckpointError, RoleDied, RunDirError
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json, read_if_listed
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
@@ -57,6 +58,7 @@ CHANGEABLE = (
     "rollout.timeout_s",
     "run_root",
     "telemetry.",
+    "trainer.ranks",
     "trainer.threads",
     "trainer.total_steps",
     "weights.",
@@ -89,8 +91,13 @@ class Signals:
         self.count += 1
 
 
-def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: bool = False) -> int:
+def run_local(
+    config: Config, *, resume: bool, console: LiveConsole, takeover: bool = False, resume_from: int | None = None
+) -> int:
     """Run ``config`` on this machine to its end.
+
+    Args:
+        resume_from: go on from the checkpoint of this step instead of the newest; what came after it is taken back.
 
     Returns:
         0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
@@ -98,6 +105,7 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: b
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), or holds a run and ``resume`` is false.
+        CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``preflight``; the run directory has not been touched.
         RoleDied: a process ended too early.
     """
@@ -106,14 +114,18 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: b
     if not takeover:
         _refuse_living_owner(run, newest)
     _check_resume(run, newest, config, resume)
+    if resume_from is not None:
+        _check_step(run, newest, resume_from)
     preflight(config)
     with Signals() as signals:
-        outcome = _attempt(RunDir.create(run.root), newest, config, console, signals)
+        outcome = _attempt(RunDir.create(run.root), newest, config, console, signals, resume_from=resume_from)
     write_report(run)
     return EXIT_CODES[outcome]
 
 
-def _attempt(run: RunDir, newest: int, config: Config, console: LiveConsole, signals: Signals) -> str:
+def _attempt(
+    run: RunDir, newest: int, config: Config, console: LiveConsole, signals: Signals, *, resume_from: int | None
+) -> str:
     """Claim the next epoch and run it; whatever happens, its state does not stay "running"."""
     owner = Owner.this_process().record()
     epoch = claim_epoch(run, owner, after=newest)
@@ -121,6 +133,8 @@ def _attempt(run: RunDir, newest: int, config: Config, console: LiveConsole, sig
     outcome = "failed"
     publish_json(attempt.state, {"state": "running", **owner})
     try:
+        if resume_from is not None:
+            publish_json(attempt.resume_from, {"step": resume_from, "after": newest})
         publish(run.config, dump(config).encode())
         create_exclusive(run.token, secrets.token_urlsafe(32).encode())
         outcome = _supervise(run, epoch, config, console, signals)
@@ -159,6 +173,18 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
         raise RunDirError(f"{run.config}: {', '.join(frozen)} would change within one run; set another `name`")
     for key in changed:
         log.info("from this attempt on: %s = %s (was %s)", key, value_of(config, key), value_of(before, key))
+
+
+def _check_step(run: RunDir, newest: int, step: int) -> None:
+    """Refuse a step that has no checkpoint, and say what going back to it takes back."""
+    lineage = load_lineage(run, newest + 1)
+    steps = checkpoint.steps_of(run, lineage) if run.checkpoints.is_dir() else []
+    if step not in steps:
+        found = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"--resume-from {step}: {run.checkpoints} has no checkpoint of it; there are: {found}")
+    later = [one for one in steps if one > step]
+    what = f"the checkpoints of steps {', '.join(map(str, later))} and " if later else ""
+    log.info("going back to step %d: %sall that was trained after it are taken back", step, what)
 
 
 def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, signals: Signals) -> str:

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import Bucket, plan_buckets
+from areal_hpc.buckets import Bucket, fingerprint, plan_buckets
 from areal_hpc.collective import device_for, host_store, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
-from areal_hpc.types import GroupAddress
+from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.weights.membership import Call, Membership
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class BroadcastTransport:
         ``weights`` is always read to its end, also on failure: producing it is collective over the trainer's ranks.
 
         Returns:
-            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each.
+            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, ``fingerprint`` of the
+            weights (see ``buckets.fingerprint``).
 
         Raises:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
@@ -80,6 +81,7 @@ class BroadcastTransport:
         """
         start = time.monotonic()
         stream = iter(weights)
+        specs: list[TensorSpec] = []
         sent = 0
         try:
             self.membership.require()
@@ -91,12 +93,18 @@ class BroadcastTransport:
                 await self._make_group()
             for bucket in itertools.chain(first, buckets):
                 await self._send(bucket)
+                specs += bucket.specs
                 sent += bucket.buffer.numel()
             await self.membership.all("resume", lambda target: target.resume(version))
         finally:
             deque(stream, maxlen=0)
         end = time.monotonic()
-        return {"seconds": end - start, "seconds_paused": end - paused, "bytes": float(sent)}
+        return {
+            "seconds": end - start,
+            "seconds_paused": end - paused,
+            "bytes": float(sent),
+            "fingerprint": float(fingerprint(specs)),
+        }
 
     async def close(self) -> None:
         """Give the group up on all sides. What the engines sample is left as it is."""
