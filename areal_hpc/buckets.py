@@ -50,6 +50,16 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(google_crc32c.value(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
 
 
+def fingerprint(specs: Iterable[TensorSpec]) -> int:
+    """One number for all the weights that ``specs`` describe, however they were dealt into buckets.
+
+    CRC-32C over the names and checksums in the order of the names: two sets of weights with the same bits under the
+    same names have the same one.
+    """
+    lines = sorted(f"{spec.name} {spec.checksum}\n" for spec in specs)
+    return int(google_crc32c.value("".join(lines).encode()))
+
+
 def plan_buckets(
     weights: Iterable[tuple[str, torch.Tensor]], limit_bytes: int, *, device: torch.device | str | None = None
 ) -> Iterator[Bucket]:

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train: start every process of a run on this machine and watch it")
     _add_config_arguments(run)
     run.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    run.add_argument("--resume-from", type=int, metavar="STEP", help="as --resume, from exactly this step's checkpoint")
     run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
     run.set_defaults(command=_run)
 
@@ -121,7 +122,13 @@ def _run(options: argparse.Namespace) -> int:
         sys.path.insert(0, here)  # as the roles have it: rewards and tasks may lie beside the configuration
     config = _resolved(options.config)
     console = LiveConsole(config.trainer.total_steps, sys.stdout)
-    return run_local(config, resume=options.resume, takeover=options.takeover, console=console)
+    return run_local(
+        config,
+        resume=options.resume or options.resume_from is not None,
+        resume_from=options.resume_from,
+        takeover=options.takeover,
+        console=console,
+    )
 
 
 def _config(options: argparse.Namespace) -> int:

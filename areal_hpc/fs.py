@@ -285,6 +285,10 @@ class AttemptDir:
         return self.root / "state.json"
 
     @property
+    def resume_from(self) -> Path:
+        return self.root / "resume-from.json"
+
+    @property
     def stop_request(self) -> Path:
         return self.root / "stop"
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal_hpc.types import (
@@ -96,9 +97,11 @@ class Members(Protocol):
 
 
 class WeightTransport(Protocol):
-    """``seconds = await transport.publish(version, backend.weights())``; then every member serves ``version``.
+    """``told = await transport.publish(version, backend.weights())``; then every member serves ``version``.
 
         await transport.catch_up(version, backend.weights(), targets)  newcomers at once, while the members sample on
+
+    ``told`` holds ``seconds``, ``seconds_paused``, ``bytes`` and the ``fingerprint`` of the weights that were sent.
 
     Raises:
         WeightUpdateError: a target could not be brought to the version whole; names it. It is lost then.
@@ -220,6 +223,9 @@ class TrainerBackend(Protocol):
     stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
     for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
     backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
+    write = backend.snapshot()                      # this rank's state in host memory; training may go on
+    write(directory)                                # later, in any thread, durable when it returns; then the next one
+    backend.load(directory)                         # what all ranks wrote, random streams last
     """
 
     def logprobs(self, batch: Batch) -> Float32Array: ...
@@ -228,7 +234,7 @@ class TrainerBackend(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
-    def save(self, directory: str) -> None: ...
+    def snapshot(self) -> Callable[[Path], None]: ...
 
     def load(self, directory: str) -> None: ...
 

@@ -358,7 +358,15 @@ class CheckpointConfig:
     every_steps: int = 20
     """Optimizer steps between checkpoints; the last step and a stop always make one."""
     keep: int = 2
-    """Newest checkpoints kept; an older one goes only after a newer one has been verified."""
+    """Newest checkpoints kept; an older one goes only after a newer one has been verified. A file PINNED in a
+    checkpoint's directory keeps it for ever."""
+    keep_every: int = 0
+    """Also keep every checkpoint whose step this number divides; 0 keeps none for that."""
+    keep_best: str = ""
+    """Also keep the checkpoint whose evaluation is highest by this value of its result, such as `reward_mean`; of
+    equals, the newest."""
+    asynchronous: bool = True
+    """Training waits only for the copy to host memory; false: until the checkpoint is durable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,6 +383,8 @@ class LimitsConfig:
     """See `restarts`; a process that dies more often ends the run."""
     attempts: int = 3
     """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
+    checkpoint_s: float = 1800.0
+    """Longest time that the next checkpoint, or the end of the run, waits for the one that is being written."""
     stop_s: float = 10.0
     """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""
 

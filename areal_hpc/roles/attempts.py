@@ -47,6 +47,8 @@ class Attempts:
     config: Config
     console: LiveConsole
     signals: Signals
+    resume_from: int | None = None
+    """Go on from the checkpoint of this step instead of the newest, unless an attempt of this start has done so."""
     progress: list[bool] = field(default_factory=list)
     """Of each attempt that failed, whether it had committed a new step."""
     reason: str = ""
@@ -63,16 +65,18 @@ class Attempts:
         while outcome == RESTARTING:
             owner = Owner.this_process().record()
             epoch = claim_epoch(self.run, owner, after=epoch)
-            outcome = self._attempt(epoch, owner)
+            outcome = self._attempt(epoch, owner, after)
         return outcome
 
-    def _attempt(self, epoch: int, owner: Mapping[str, Any]) -> str:
+    def _attempt(self, epoch: int, owner: Mapping[str, Any], after: int) -> str:
         """Run attempt ``epoch``; whatever happens, its state does not stay "running"."""
         attempt = self.run.attempt(epoch).create()
         outcome = "failed"
         publish_json(attempt.state, {"state": RUNNING, **owner})
         with closing(Recorder(attempt.records("launcher", 0), role="launcher", index=0, epoch=epoch)) as recorder:
             try:
+                if self.resume_from is not None:
+                    publish_json(attempt.resume_from, {"step": self.resume_from, "after": after})
                 publish(self.run.config, dump(self.config).encode())
                 create_exclusive(self.run.token, secrets.token_urlsafe(32).encode())
                 if self.reason:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from areal_hpc.buffer.epochs import newest_epoch, read_start
+from areal_hpc import checkpoint
+from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import RunDirError
+from areal_hpc.errors import CheckpointError, RunDirError
 from areal_hpc.fs import RunDir
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.attempts import Attempts
@@ -41,6 +42,7 @@ CHANGEABLE = (
     "rollout.timeout_s",
     "run_root",
     "telemetry.",
+    "trainer.ranks",
     "trainer.threads",
     "trainer.total_steps",
     "weights.",
@@ -50,8 +52,13 @@ ROUNDING = ("generation.threads", "trainer.threads")
 """Those of them that change the last bits of results, and are therefore fixed in deterministic training."""
 
 
-def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: bool = False) -> int:
+def run_local(
+    config: Config, *, resume: bool, console: LiveConsole, takeover: bool = False, resume_from: int | None = None
+) -> int:
     """Run ``config`` on this machine to its end.
+
+    Args:
+        resume_from: go on from the checkpoint of this step instead of the newest; what came after it is taken back.
 
     Returns:
         0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
@@ -59,6 +66,7 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: b
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), or holds a run and ``resume`` is false.
+        CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``preflight``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
     """
@@ -67,9 +75,13 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: b
     if not takeover:
         _refuse_living_owner(run, newest)
     _check_resume(run, newest, config, resume)
+    if resume_from is not None:
+        _check_step(run, newest, resume_from)
     preflight(config)
     with Signals() as signals, console:
-        attempts = Attempts(run=RunDir.create(run.root), config=config, console=console, signals=signals)
+        attempts = Attempts(
+            run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
+        )
         outcome = attempts.go(after=newest)
     write_report(run)
     return EXIT_CODES[outcome]
@@ -102,3 +114,15 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
         raise RunDirError(f"{run.config}: {', '.join(frozen)} would change within one run; set another `name`")
     for key in changed:
         log.info("from this attempt on: %s = %s (was %s)", key, value_of(config, key), value_of(before, key))
+
+
+def _check_step(run: RunDir, newest: int, step: int) -> None:
+    """Refuse a step that has no checkpoint, and say what going back to it takes back."""
+    lineage = load_lineage(run, newest + 1)
+    steps = checkpoint.steps_of(run, lineage) if run.checkpoints.is_dir() else []
+    if step not in steps:
+        found = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"--resume-from {step}: {run.checkpoints} has no checkpoint of it; there are: {found}")
+    later = [one for one in steps if one > step]
+    what = f"the checkpoints of steps {', '.join(map(str, later))} and " if later else ""
+    log.info("going back to step %d: %sall that was trained after it are taken back", step, what)

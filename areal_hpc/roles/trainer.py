@@ -1,8 +1,9 @@
 """The trainer: one rank of the training loop.
 
 Rank 0 also owns the ring's reading end, the weight transport and the commits. In the order of a start: the ranks find
-each other, rank 0 says which checkpoint the attempt goes on from, every rank loads it, the ring is read, the engines
-get the weights (which proves the transport before a single token is generated), and only then may workers reserve.
+each other, rank 0 finds the checkpoint that the attempt goes on from and reads the ring, every rank loads it, the
+engines get the weights (which proves the transport before a single token is generated), and only then may workers
+reserve.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from areal_hpc import checkpoint
-from areal_hpc.buffer.epochs import check_fence, load_lineage
-from areal_hpc.fs import wait_for
+from areal_hpc.buffer.epochs import load_lineage, read_start
+from areal_hpc.errors import CheckpointError
+from areal_hpc.fs import RunDir, read_if_listed, wait_for
 from areal_hpc.protocols import TrainerBackend
+from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.training import (
     TrainerSide,
@@ -33,11 +35,15 @@ log = logging.getLogger(__name__)
 
 def main(process: RoleProcess) -> int:
     ranks = join_ranks(process)
+    parent = _choose(process) if ranks.leads else None
     backend = make_backend(process.config, ranks)
-    parent, start_step = _resume(process, ranks, backend)
     with asyncio.Runner() as loop_runner:
         side = make_trainer_side(process, parent, loop_runner.run) if ranks.leads else None
-        member = Member(process=process, ranks=ranks, backend=backend, side=side, runner=loop_runner)
+        # Last, so that nothing draws from the random streams that it restores.
+        start_step = _load(process, ranks, backend, parent)
+        if side is not None:
+            side.reader.write_start(WeightVersion(process.epoch, start_step), side.identity["fingerprint"])
+        member = Member(process=process, ranks=ranks, backend=backend, side=side, parent=parent, runner=loop_runner)
         loop = _loop(process, member, start_step)
         try:
             loop.announce()
@@ -48,22 +54,34 @@ def main(process: RoleProcess) -> int:
     return EXIT_DONE if finished else EXIT_STOPPED
 
 
-def _resume(process: RoleProcess, ranks: Ranks, backend: TrainerBackend) -> tuple[checkpoint.Checkpoint | None, int]:
-    """Load the newest checkpoint of the surviving history on every rank; the checkpoint, on rank 0, and its step.
+def _choose(process: RoleProcess) -> checkpoint.Checkpoint | None:
+    """What the attempt goes on from, verified: that reads the whole of it, so rank 0 alone does."""
+    run, epoch = process.run, process.epoch
+    checkpoint.sweep(run, epoch)
+    lineage = load_lineage(run, epoch)
+    step = requested_step(run, epoch)
+    return checkpoint.newest(run, lineage) if step is None else checkpoint.at_step(run, lineage, step)
 
-    Rank 0 alone verifies it: that reads the whole of it.
-    """
-    found = None
-    if ranks.leads:
-        checkpoint.sweep(process.run, process.epoch)
-        found = checkpoint.newest(process.run, load_lineage(process.run, process.epoch))
-    path, step = ranks.share((None, 0) if found is None else (str(found.path), found.version.step))
+
+def requested_step(run: RunDir, epoch: int) -> int | None:
+    """The step that a person asked to go back to, unless an attempt that began since has done so; None: the newest."""
+    request = read_if_listed(run.attempt(epoch).resume_from)
+    if request is None or any(read_start(run, later) for later in range(request["after"] + 1, epoch)):
+        return None
+    return int(request["step"])
+
+
+def _load(process: RoleProcess, ranks: Ranks, backend: TrainerBackend, parent: checkpoint.Checkpoint | None) -> int:
+    """Load rank 0's ``parent`` on every rank; the step that it is of, 0 where there is none."""
+    path, step = ranks.share((None, 0) if parent is None else (str(parent.path), parent.version.step))
     if path is None:
         log.info("fresh start from %s", process.config.model.path)
-    else:
-        backend.load(path)
-        log.info("resumed from %s", path)
-    return found, step
+        return 0
+    backend.load(path)
+    log.info("resumed from %s", path)
+    if parent is not None and parent.state["config"] != config_digest(process):
+        log.info("the configuration is not the one that %s was saved under, see config.yaml there", path)
+    return int(step)
 
 
 def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop:
@@ -87,6 +105,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         behind=member.behind,
         catch_up=member.catch_up,
         commit=member.commit,
+        settle=member.settle,
         journal=member.note,
         stop_requested=process.stopping,
         record=process.recorder.record,
@@ -103,16 +122,25 @@ class Member:
         ranks: Ranks,
         backend: TrainerBackend,
         side: TrainerSide | None,
+        parent: checkpoint.Checkpoint | None,
         runner: asyncio.Runner,
     ) -> None:
         self.process, self.ranks, self.backend, self.side, self.runner = process, ranks, backend, side, runner
+        self.parent = parent
+        self.fingerprint: int | None = None  # of the weights that the engines have; None where none has the newest
+        self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side)
 
     def publish(self, version: int, weights: Weights) -> Mapping[str, float]:
         """Bring every engine to ``version``; gathering the weights is collective, so the other ranks walk along."""
         while True:
-            moved = self._walk(weights) if self.side is None else self.side.fleet.publish(version, weights())
-            if self.ranks.share(moved is not None):
-                return moved or {}
+            told = self._walk(weights) if self.side is None else self.side.fleet.publish(version, weights())
+            if self.ranks.share(told is not None):
+                break
+        if self.side is not None:
+            self.fingerprint = int(told["fingerprint"]) if told else None
+        if self.parent is not None and version == self.parent.version.step:
+            self._require_same_weights(self.parent)
+        return told or {}
 
     def behind(self) -> bool:
         return self.side is not None and self.side.fleet.behind()
@@ -130,34 +158,31 @@ class Member:
             pass
         return {}
 
+    def _require_same_weights(self, parent: checkpoint.Checkpoint) -> None:
+        """Before a token is sampled: what the engines were sent is what they had when the checkpoint was made.
+
+        Raises:
+            CheckpointError: it is not, so the checkpoint was loaded wrong or into another model.
+        """
+        if self.fingerprint is not None and parent.state["weights"] not in (None, self.fingerprint):
+            raise CheckpointError(
+                f"the weights loaded from {parent.path} are not those that the engines had when it was made; load it "
+                "with the code that wrote it, whose versions are in its MANIFEST.json"
+            )
+
     def note(self, step: int, trained: Sequence[GroupRef]) -> None:
         """The step's line in the journal, on rank 0."""
         if self.side is not None:
             self.side.journal.step(step, trained, self.side.reader.take_dropped())
 
     def commit(self, step: int) -> None:
-        """One atomic checkpoint: every rank writes its part, rank 0 the ring's state and the manifest."""
-        if self.side is None:
-            self.backend.save(self.ranks.share(None))
-            self.ranks.barrier()
-            return
-        reader, run = self.side.reader, self.process.run
-        self.side.journal.checkpoint(step, reader.take_dropped())
-        state = {"ring": reader.state_dict(), "prompts": dict(self.side.identity)}
-        checkpoint.write(
-            run,
-            WeightVersion(self.process.epoch, step),
-            self._save_together,
-            state,
-            layout={"ranks": self.ranks.size},
-            still_leader=lambda: check_fence(run, self.process.epoch),
-        )
-        reader.covered(state["ring"])
-        checkpoint.prune(run, self.process.config.checkpoint.keep)
+        """Begin one atomic checkpoint of the weights on the engines, once the journal of its steps is durable."""
+        if self.side is not None:
+            self.side.journal.checkpoint(step, self.side.reader.take_dropped())
+        self.commits.begin(step, self.fingerprint)
 
-    def _save_together(self, directory: Path) -> None:
-        self.backend.save(self.ranks.share(str(directory)))
-        self.ranks.barrier()
+    def settle(self, wait: bool) -> None:
+        self.commits.settle(wait=wait)
 
     def wait_for_start_evaluation(self, start_step: int) -> None:
         """Let the evaluator measure the weights the run starts from before new ones replace them.
@@ -181,6 +206,7 @@ class Member:
         self.ranks.barrier()
 
     def close(self) -> None:
+        self.commits.close()
         if self.side is not None:
             self.runner.run(self.side.transport.close())
             for client in self.side.clients:

@@ -7,6 +7,7 @@ collectives. Whoever waits for whom:
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
+    commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 
 A stop request is looked at wherever the loop waits and at every step's edge, and agreed on by all ranks first.
@@ -72,6 +73,9 @@ class TrainingLoop:
     """The ring's trainer end; on rank 0 only."""
     publish: Callable[[int, Weights], Mapping[str, float]]
     commit: Callable[[int], None]
+    """Begins the checkpoint of a step; training may go on when it returns."""
+    settle: Callable[[bool], None]
+    """Lets a checkpoint that has become durable take effect, and raises what its making met; True: waits for it."""
     journal: Callable[[int, Sequence[GroupRef]], None]
     """Takes each step with what it was trained on, before anybody else hears of it."""
     stop_requested: Callable[[], bool]
@@ -89,12 +93,14 @@ class TrainingLoop:
         return WeightVersion(self.epoch, self.step)
 
     def run(self) -> bool:
-        """Train until ``total_steps``; False when a stop request ended it. Either way the last step is committed."""
+        """Train until ``total_steps``; False when a stop request ended it. Either way the last step is durable."""
         while self.step < self.pace.total_steps:
+            self.settle(False)
             began = self.clock()
             refs = self.claim()
             if refs is None:
                 self.save()
+                self.settle(True)
                 return False
             minibatches, trained = self.prepare(refs)
             stats = self.update(minibatches)
@@ -105,6 +111,7 @@ class TrainingLoop:
             if self.step % self.pace.checkpoint_every == 0:
                 self.save()
         self.save()
+        self.settle(True)
         return True
 
     def claim(self) -> list[GroupRef] | None:
@@ -135,6 +142,7 @@ class TrainingLoop:
     def _pause(self, deadline: float, waited: str) -> None:
         """A moment's sleep in a wait for the ring; WaitTimeout once ``deadline`` has passed."""
         assert self.reader is not None
+        self.settle(False)  # what it frees on the disk may be what the workers wait for
         if self.clock() > deadline:
             raise WaitTimeout(f"{waited}: {self.reader.waiting_for()}; raise limits.starve_s if that is normal")
         time.sleep(CLAIM_POLL_S)
@@ -217,7 +225,7 @@ class TrainingLoop:
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 
     def save(self) -> None:
-        """One atomic commit of all state, unless this step already has one."""
+        """Begin one atomic commit of all state, unless this step already has one."""
         if self.committed != self.step:
             self.commit(self.step)
             self.committed = self.step

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -41,6 +41,7 @@ from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
+from areal_hpc.training.snapshot import HostCopy, write_tensors
 from areal_hpc.types import Batch, Float32Array
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ReferenceBackend:
         self._ranks = Ranks(group, str(self._device))
         self._model = load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
+        self._host_masters, self._host_moments = HostCopy(), HostCopy()
         self._seed_rank()
 
     def _seed_rank(self) -> None:
@@ -211,35 +213,48 @@ class ReferenceBackend:
         tensors = {name: tensor.detach() for name, tensor in named.items() if name in persistent}
         yield from sorted(revert_weight_conversion(self._model, tensors).items())
 
-    def save(self, directory: str) -> None:
-        """Write model, optimizer, step and the random streams of all ranks; rank 0 does, the others contribute."""
-        streams = self._ranks.gather(rng_state(self._device))
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy this rank's part of the state to host memory. What is returned writes it into a directory, durably and
+        read back, in any thread; call it before the next ``snapshot``, which takes the same memory.
+
+        Every rank holds the same model, optimizer and step, so rank 0 writes them; each writes its random streams.
+        """
+        rank, streams = self._ranks.rank, rng_state(self._device)
         if not self._ranks.leads:
-            return
-        path = Path(directory)
-        save_file(_on_host(self._optimizer.masters), path / "model.safetensors")
-        save_file(_on_host(self._optimizer.state_dict()), path / "optimizer.safetensors")
+            return lambda path: publish_json(path / _streams_name(rank), streams)
+        masters = self._host_masters.take(self._optimizer.masters)
+        moments = self._host_moments.take(self._optimizer.state_dict())
         progress = {"step": self._step, "num_updates": self._optimizer.num_updates}
-        publish_json(path / "trainer.json", {**progress, "random_streams": streams})
+
+        def write(path: Path) -> None:
+            write_tensors(masters, path / "model.safetensors")
+            write_tensors(moments, path / "optimizer.safetensors")
+            publish_json(path / "trainer.json", progress)
+            publish_json(path / _streams_name(rank), streams)
+
+        return write
 
     def load(self, directory: str) -> None:
-        """Continue from what ``save`` wrote, on this or any other number of ranks.
+        """Continue from what the snapshots of all ranks wrote, on the same or any other number of ranks.
 
         Raises:
-            CheckpointError: the directory is not one of ``save``, or holds another model.
+            CheckpointError: the directory is not one of this backend, or holds another model.
         """
         path = Path(directory)
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of the reference backend")
         progress = read_json(path / "trainer.json")
-        masters, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        masters, moments = (
+            load_file(path / name, backend="pread")  # mapped, a bad disk would be a SIGBUS
+            for name in ("model.safetensors", "optimizer.safetensors")
+        )
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
-        streams = progress["random_streams"]
-        if self._ranks.rank < len(streams):
-            restore_rng(streams[self._ranks.rank], self._device)  # last: whatever comes before may draw numbers
+        streams = path / _streams_name(self._ranks.rank)
+        if streams.is_file():
+            restore_rng(read_json(streams), self._device)  # last: whatever comes before may draw numbers
         else:
-            self._seed_rank()
+            self._seed_rank()  # a rank that was not there when this was saved
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint directory, tokenizer included; rank 0 does."""
@@ -251,8 +266,8 @@ class ReferenceBackend:
         follow_umask(Path(directory))
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+def _streams_name(rank: int) -> str:
+    return f"streams-{rank:05d}.json"
 
 
 def load_model(path: Path) -> Any:

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import plan_buckets
+from areal_hpc.buckets import fingerprint, plan_buckets
 from areal_hpc.collective import device_for
 from areal_hpc.protocols import WeightTarget
+from areal_hpc.types import TensorSpec
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
 
@@ -68,7 +69,8 @@ class BroadcastTransport:
         ``weights`` is always read to its end, also on failure: producing it is collective over the trainer's ranks.
 
         Returns:
-            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each.
+            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, ``fingerprint`` of the
+            weights (see ``buckets.fingerprint``).
 
         Raises:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
@@ -99,6 +101,7 @@ class BroadcastTransport:
         membership = group.membership
         start = time.monotonic()
         stream = iter(weights)
+        specs: list[TensorSpec] = []
         sent = 0
         try:
             membership.require()
@@ -109,12 +112,18 @@ class BroadcastTransport:
             await group.gather()
             for bucket in itertools.chain(first, buckets):
                 await group.send(bucket)
+                specs += bucket.specs
                 sent += bucket.buffer.numel()
             await membership.all("resume", lambda target: target.resume(version))
         finally:
             deque(stream, maxlen=0)
         end = time.monotonic()
-        return {"seconds": end - start, "seconds_paused": end - paused, "bytes": float(sent)}
+        return {
+            "seconds": end - start,
+            "seconds_paused": end - paused,
+            "bytes": float(sent),
+            "fingerprint": float(fingerprint(specs)),
+        }
 
     async def close(self) -> None:
         """Give the group up on all sides. What the engines sample is left as it is."""

@@ -25,9 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_hpc.buckets import Bucket, plan_buckets, unpack
+from areal_hpc.buckets import Bucket, fingerprint, plan_buckets, unpack
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.protocols import WeightTarget
+from areal_hpc.types import TensorSpec
 from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class DiskTransport:
         stream = iter(weights)
         try:
             membership.require()
-            place, size = self._write(version, stream)
+            place, size, mark = self._write(version, stream)
         finally:
             deque(stream, maxlen=0)
         paused = time.monotonic()
@@ -103,26 +104,32 @@ class DiskTransport:
         await membership.all("resume", lambda target: target.resume(version))
         end = time.monotonic()
         await asyncio.to_thread(self._remove_old)
-        return {"seconds": end - start, "seconds_paused": end - paused, "bytes": float(size)}
+        return {
+            "seconds": end - start,
+            "seconds_paused": end - paused,
+            "bytes": float(size),
+            "fingerprint": float(mark),
+        }
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _write(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[Path, int]:
-        """The version's directory, complete, and its size in bytes."""
+    def _write(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[Path, int, int]:
+        """The version's directory, complete, its size in bytes and its fingerprint."""
         name = f"v{version:08d}.e{self._epoch:08d}.{next(self._count)}"
         hidden = self._directory / f".{name}{UNFINISHED}"
         hidden.mkdir(mode=0o700)
-        files = {}
+        files, specs = {}, list[TensorSpec]()
         for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu"), start=1):
             file = hidden / f"model-{number:05d}.safetensors"
             _write_file(file, bucket)
             files[file.name] = _describe(file, bucket)
+            specs += bucket.specs
         publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
         place = self._directory / name
         hidden.rename(place)
         fsync_directory(self._directory)
-        return place, sum(entry["bytes"] for entry in files.values())
+        return place, sum(entry["bytes"] for entry in files.values()), fingerprint(specs)
 
     def _remove_old(self) -> None:
         """Keep the newest versions; the rest goes, and so does what earlier attempts did not finish."""

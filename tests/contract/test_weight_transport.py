@@ -12,7 +12,7 @@ import torch
 from embedded_process import embedded
 from tiny_models import make_model
 
-from areal_hpc.buckets import checksum
+from areal_hpc.buckets import checksum, fingerprint, plan_buckets
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.protocols import WeightTransport
@@ -90,6 +90,8 @@ def test_every_engine_holds_what_was_sent_bit_for_bit(fleet: tuple[list[str], We
                 assert set((await client.generate(request)).versions) == {version}
             assert 0 < told["seconds_paused"] <= told["seconds"]
             assert told["bytes"] >= sum(value.nbytes for value in sent.values())
+            (whole,) = plan_buckets(sent.items(), 1 << 40)
+            assert told["fingerprint"] == fingerprint(whole.specs)
         await transport.close()
 
     run(urls, scenario)

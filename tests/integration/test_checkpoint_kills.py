@@ -14,7 +14,7 @@ from areal_hpc.fs import RunDir
 SAVER = """
 import sys
 from pathlib import Path
-from areal_hpc.checkpoint import newest, prune, sweep, write
+from areal_hpc.checkpoint import Keep, newest, prune, sweep, write
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
 
@@ -28,7 +28,7 @@ while True:
     save = lambda d: [(d / f"shard-{i}").write_bytes(bytes([step % 256]) * 4096) for i in range(4)]
     write(run, WeightVersion(epoch=epoch, step=step), save, {"step": step})
     print(step, flush=True)
-    prune(run, keep=1)
+    prune(run, lineage, Keep(newest=1))
 """
 
 

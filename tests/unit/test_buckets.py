@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.buckets import Bucket, checksum, dtype_named, plan_buckets, unpack
+from areal_hpc.buckets import Bucket, checksum, dtype_named, fingerprint, plan_buckets, unpack
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import TensorSpec
 
@@ -26,6 +26,20 @@ def tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
 
 def raw(value: torch.Tensor) -> bytes:
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def mark(weights: list[tuple[str, torch.Tensor]], limit: int = 20) -> int:
+    return fingerprint(spec for bucket in plan_buckets(weights, limit) for spec in bucket.specs)
+
+
+def test_C32_a_fingerprint_is_of_the_weights_and_not_of_the_buckets() -> None:
+    weights = [(f"w{i}", torch.arange(float(i + 1))) for i in range(5)]
+    assert {mark(weights, limit) for limit in (1, 8, 20, 1000)} == {mark(weights[::-1])}
+    changed = [(name, tensor.clone()) for name, tensor in weights]
+    changed[3][1][0] = -0.0
+    swapped = [weights[0], ("w1", weights[2][1]), ("w2", weights[1][1]), *weights[3:]]
+    renamed = [("other", weights[0][1]), *weights[1:]]
+    assert len({mark(one) for one in (weights, changed, swapped, renamed, weights[1:])}) == 5
 
 
 weights_lists = st.lists(

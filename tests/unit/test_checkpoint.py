@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
-from areal_hpc import checkpoint
-from areal_hpc.checkpoint import newest, prune, sweep, verify, write
-from areal_hpc.errors import CheckpointError, Fenced
+from areal_hpc.checkpoint import (
+    Keep,
+    add_part,
+    at_step,
+    await_parts,
+    begin,
+    files,
+    newest,
+    prune,
+    steps_of,
+    sweep,
+    verify,
+    write,
+)
+from areal_hpc.errors import CheckpointError, Fenced, RoleDied, WaitTimeout
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
 
@@ -34,6 +46,10 @@ def save(directory: Path) -> None:
 
 def make(run: RunDir, step: int, epoch: int = 1) -> Path:
     return write(run, v(step, epoch), save, {"telemetry_step": step}, layout={"ranks": 2})
+
+
+ONE = {1: None}
+"""The lineage of a run with one attempt."""
 
 
 def names(run: RunDir) -> list[str]:
@@ -107,8 +123,65 @@ def test_a_corrupt_newest_falls_back_to_the_one_before_loudly(
 
 def test_all_corrupt_is_an_error_and_never_a_fresh_start(run: RunDir) -> None:
     (make(run, 20) / "model.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"step-00000020\.e00000001.*move them away"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000020\.e00000001 cannot be read: .*model\.bin.*move the run directory away"
+    ):
         newest(run, {1: None})
+
+
+def test_all_corrupt_names_each_and_what_is_wrong_with_it(run: RunDir) -> None:
+    (make(run, 20) / "model.bin").unlink()
+    (make(run, 30) / "MANIFEST.json").write_text("{")
+    make(run, 40, epoch=7)
+    expected = r"40\.e00000007 does not belong.*30\.e00000001/MANIFEST\.json is damaged.*20\.e00000001 cannot be read"
+    with pytest.raises(CheckpointError, match=expected):
+        newest(run, ONE)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_from_the_beginning(run: RunDir) -> None:
+    """Attempt 2 went on from step 20 of attempt 1, so there was a checkpoint, and it was lost."""
+    with pytest.raises(CheckpointError, match="nothing, and the run went on from step 20 of attempt 1 before"):
+        newest(run, {1: 20, 2: None})
+
+
+def test_C18_from_step_k_means_exactly_k(run: RunDir) -> None:
+    ten, twenty, lost = make(run, 10), make(run, 20), make(run, 30)
+    again = make(run, 20, epoch=2)
+    lineage = {1: 20, 2: None}
+    assert steps_of(run, lineage) == [10, 20]
+    assert at_step(run, lineage, 10).path == ten
+    assert at_step(run, lineage, 20).path == again
+    assert at_step(run, {1: None}, 30).path == lost
+    for step in (15, 30):
+        with pytest.raises(CheckpointError, match=rf"no checkpoint of step {step}; there are: 10, 20"):
+            at_step(run, lineage, step)
+    (ten / "model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000010\.e00000001 cannot be read"):
+        at_step(run, lineage, 10)
+    assert twenty.is_dir()
+
+
+def test_B5_a_rank_whose_part_failed_leaves_its_word_and_the_error(run: RunDir) -> None:
+    directory = begin(run, v(10))
+    add_part(directory, 1, save)
+    with pytest.raises(OSError, match="No space"):
+        add_part(directory, 2, no_space)
+    await_parts(directory, [1], timeout_s=0)
+    with pytest.raises(RoleDied, match=r"rank 2 could not write .*OSError: .*No space left on device"):
+        await_parts(directory, [1, 2], timeout_s=0)
+    with pytest.raises(WaitTimeout, match="the parts of 3 other trainer ranks"):
+        await_parts(directory, [1, 2, 3], timeout_s=0)
+
+
+def test_the_word_of_a_rank_is_part_of_the_checkpoint(run: RunDir) -> None:
+    directory = begin(run, v(10))
+    add_part(directory, 1, save)
+    path = write(run, v(10), lambda _: None, {}, directory=directory)
+    assert verify(path).version == v(10)
+    assert (path / "model.bin").is_file()
+    (path / "part-00001.json").unlink()
+    with pytest.raises(CheckpointError, match="part-00001"):
+        verify(path)
 
 
 def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:
@@ -118,7 +191,7 @@ def test_C14_only_names_that_are_exactly_ours_count(run: RunDir) -> None:
     found = newest(run, {1: None})
     assert found is not None
     assert found.path == path
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert "step_10-hf" in names(run)
 
 
@@ -157,15 +230,18 @@ def test_B9_a_step_below_existing_ones_can_be_saved_and_is_the_newest(run: RunDi
     found = newest(run, {1: 10, 2: None})
     assert found is not None
     assert found.path == path
-    prune(run, keep=2)
-    assert names(run) == ["step-00000015.e00000002", "step-00000020.e00000001"]
+    prune(run, {1: 10, 2: None}, Keep(newest=2))
+    assert names(run) == ["step-00000010.e00000001", "step-00000015.e00000002", "step-00000020.e00000001"]
+    make(run, 25, epoch=2)
+    prune(run, {1: 10, 2: None}, Keep(newest=2))
+    assert names(run) == ["step-00000015.e00000002", "step-00000025.e00000002"]
 
 
 def test_the_same_version_again_takes_the_place_of_the_first(run: RunDir) -> None:
     (make(run, 10) / "model.bin").unlink()
     path = write(run, v(10), save, {"telemetry_step": 11})
     assert verify(path).state == {"telemetry_step": 11}
-    prune(run, keep=1)
+    prune(run, ONE, Keep(newest=1))
     assert names(run) == [path.name]
 
 
@@ -285,45 +361,6 @@ def test_the_sweep_leaves_the_unfinished_work_of_living_attempts(run: RunDir) ->
     assert names(run) == [".step-00000010.e00000003.0123abcd.tmp", "notes"]
 
 
-# Retention
-
-
-def test_prune_keeps_the_newest(run: RunDir) -> None:
-    for step in (10, 20, 30, 40):
-        make(run, step)
-    prune(run, keep=2)
-    assert names(run) == ["step-00000030.e00000001", "step-00000040.e00000001"]
-
-
-def test_C12_the_only_good_one_is_never_deleted(run: RunDir) -> None:
-    good = make(run, 10)
-    for step in (20, 30):
-        (make(run, step) / "model.bin").unlink()
-    prune(run, keep=1)
-    assert len(names(run)) == 3
-    found = newest(run, {1: None})
-    assert found is not None
-    assert found.path == good
-    make(run, 40)
-    prune(run, keep=1)
-    assert names(run) == ["step-00000040.e00000001"]
-
-
-@pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EBUSY])
-def test_B8_a_file_that_cannot_go_yet_never_ends_the_run(
-    run: RunDir, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make(run, 10), make(run, 20)
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
-        prune(run, keep=1)
-    assert os.strerror(code) in caplog.text
-    assert [name for name in names(run) if name.startswith("step-")] == ["step-00000020.e00000001"]
-    assert len(names(run)) == 2  # its remains lie in the trash
-    prune(run, keep=1)
-    assert names(run) == ["step-00000020.e00000001"]
-
-
 def test_verify_refuses_what_is_not_a_checkpoint(run: RunDir) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         verify(run.root)
@@ -333,6 +370,6 @@ def test_verify_refuses_what_is_not_a_checkpoint(run: RunDir) -> None:
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(run, 10)
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
-    with pytest.raises(CheckpointError, match="format 1"):
+    monkeypatch.setattr(files, "FORMAT", 3)
+    with pytest.raises(CheckpointError, match="format 2"):
         verify(path)

@@ -115,6 +115,9 @@ def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.Monkey
     monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
     assert main(["run", QUICKSTART, "seed=5", "--resume", "name=other"]) == 0
     assert (seen["seed"], seen["name"], seen["resume"], seen["takeover"]) == (5, "other", True, False)
+    assert seen["resume_from"] is None
+    assert main(["run", QUICKSTART, "--resume-from", "20", "name=other"]) == 0
+    assert (seen["resume"], seen["resume_from"]) == (True, 20)
 
 
 @pytest.mark.parametrize("words", [["run", QUICKSTART, "--resumed"], ["status", "a", "b"], []])

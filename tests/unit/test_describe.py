@@ -133,12 +133,16 @@ evaluation.samples: int
 evaluation.temperature: float
 checkpoint.every_steps: int
 checkpoint.keep: int
+checkpoint.keep_every: int
+checkpoint.keep_best: str
+checkpoint.asynchronous: bool
 limits.start_s: float
 limits.starve_s: float
 limits.weight_update_s: float
 limits.restarts: int
 limits.restart_window_s: float
 limits.attempts: int
+limits.checkpoint_s: float
 limits.stop_s: float
 cluster.shape: local
 telemetry.sinks: list of tensorboard | wandb

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -13,17 +14,19 @@ from typing import Any
 
 import pytest
 
+from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, newest_epoch, write_start
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import keys
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import AttemptFailed, DataError, Fenced, RoleDied, RunDirError
+from areal_hpc.errors import AttemptFailed, CheckpointError, DataError, Fenced, RoleDied, RunDirError
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import attempts, launcher
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, run_local
+from areal_hpc.roles.trainer import requested_step
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -48,8 +51,9 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "write_report", lambda _: None)
 
 
-def start(config: Config, *, resume: bool = False, takeover: bool = False) -> int:
-    return run_local(config, resume=resume, takeover=takeover, console=LiveConsole(3, io.StringIO()))
+def start(config: Config, *, resume: bool = False, takeover: bool = False, resume_from: int | None = None) -> int:
+    console = LiveConsole(3, io.StringIO())
+    return run_local(config, resume=resume, takeover=takeover, resume_from=resume_from, console=console)
 
 
 def begin(run: RunDir, epoch: int = 1, step: int = 0) -> None:
@@ -314,11 +318,40 @@ def test_another_experiment_under_the_same_name_is_refused(config: Config, run: 
 def test_what_teaches_nothing_may_change(config: Config, run: RunDir) -> None:
     start(config)
     begin(run)
-    other = changed(
-        config, "trainer.total_steps=99", "generation.replicas=2", "limits.stop_s=5", "weights.transport=disk"
-    )
+    trainer = ("trainer.total_steps=99", "trainer.ranks=2")
+    other = changed(config, *trainer, "generation.replicas=2", "limits.stop_s=5", "weights.transport=disk")
     assert start(other, resume=True) == 0
     assert load([run.config]) == other
+
+
+def test_C18_going_back_to_a_step_says_what_it_takes_back_and_tells_the_trainer(
+    config: Config, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(config)
+    begin(run)
+    for step in (10, 20, 30):
+        checkpoint.write(run, WeightVersion(1, step), lambda _: None, {})
+    with pytest.raises(CheckpointError, match=r"--resume-from 15: .* no checkpoint of it; there are: 10, 20, 30"):
+        start(config, resume=True, resume_from=15)
+    assert newest_epoch(run) == 1, "nothing has been claimed"
+    with caplog.at_level(logging.INFO):
+        assert start(config, resume=True, resume_from=10) == 0
+    assert "going back to step 10: the checkpoints of steps 20, 30 and all that was trained after it" in caplog.text
+    assert requested_step(run, 2) == 10
+    assert start(config, resume=True) == 0
+    assert requested_step(run, 3) is None
+
+
+def test_C18_a_step_is_gone_back_to_once_however_many_attempts_carry_the_request(config: Config, run: RunDir) -> None:
+    start(config)
+    begin(run)
+    checkpoint.write(run, WeightVersion(1, 10), lambda _: None, {})
+    for epoch in (2, 3, 4):
+        assert start(config, resume=True) == 0
+        publish_json(run.attempt(epoch).resume_from, {"step": 10, "after": 1})
+    assert [requested_step(run, epoch) for epoch in (2, 3, 4)] == [10, 10, 10]
+    begin(run, 3)
+    assert [requested_step(run, epoch) for epoch in (2, 3, 4)] == [10, 10, None]
 
 
 def test_a_start_that_got_nowhere_freezes_nothing(config: Config, run: RunDir) -> None:

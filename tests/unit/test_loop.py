@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,8 @@ class Backend:
         self.calls.append("weights")
         yield "w", None
 
-    def save(self, directory: str) -> None: ...
+    def snapshot(self) -> Callable[[Path], None]:
+        raise AssertionError("the loop leaves that to whoever commits")
 
     def load(self, directory: str) -> None: ...
 
@@ -136,6 +138,7 @@ class World:
         self.backend = Backend(self.calls)
         self.now = 0.0
         self.behind: list[bool] = []  # what is answered, last first
+        self.settled = 0
         self.loop = TrainingLoop(
             epoch=1,
             step=step,
@@ -151,6 +154,7 @@ class World:
             behind=lambda: self.behind.pop() if self.behind else False,
             catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
             commit=lambda step: self.calls.append(f"commit {step}"),
+            settle=self.settle,
             journal=self.note,
             stop_requested=self.stop_requested,
             record=lambda kind, values: self.records.append({"kind": kind, **values}),
@@ -161,6 +165,11 @@ class World:
         assert [name for name, _ in weights()] == ["w"]
         self.calls.append(f"publish {version}")
         return {"seconds_paused": 0.125}
+
+    def settle(self, wait: bool) -> None:
+        self.settled += 1
+        if wait:
+            self.calls.append("durable")
 
     def note(self, step: int, trained: Sequence[GroupRef]) -> None:
         self.calls.append(f"journal {step}")
@@ -196,7 +205,7 @@ def test_a_step_is_claim_prepare_train_publish_release() -> None:
     world = World(total_steps=2, minibatches=2)
     assert world.run() is True
     one, two = (["logprobs", "logprobs", "train", f"journal {step}", "weights", f"publish {step}"] for step in (1, 2))
-    assert world.calls == ["weights", "publish 0", *one, *two, "commit 2"]
+    assert world.calls == ["weights", "publish 0", *one, *two, "commit 2", "durable"]
 
 
 def test_slots_are_free_only_after_their_weights_are_published() -> None:
@@ -232,7 +241,7 @@ def test_deterministic_weights_wait_for_what_older_ones_still_sample(monkeypatch
     assert world.loop.run() is False
     assert asked == [False, False, True]
     begun = ["weights", "publish 0", "logprobs", "train", "journal 1"]
-    assert world.calls == [*begun, "weights", "publish 1", "commit 1"]
+    assert world.calls == [*begun, "weights", "publish 1", "commit 1", "durable"]
 
 
 def test_a_wait_for_older_weights_ends_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +280,7 @@ def test_C21_every_run_ends_exactly_at_its_last_step(max_staleness: int, minibat
     assert max(record["ring_staleness_max"] for record in world.records) <= max_staleness
     assert set(Counter(world.trained()).values()) == {1}
     assert len(world.trained()) == total_steps * 4 * GROUP_SIZE
-    assert world.calls[-1] == f"commit {total_steps}"
+    assert world.calls[-2:] == [f"commit {total_steps}", "durable"]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +320,7 @@ def test_an_engine_that_comes_back_is_caught_up_while_the_trainer_waits_for_it()
     world.behind = [False, True, False, False]
     assert world.run() is True
     before = ["weights", "publish 0", "weights", "catch up 0 [('w', None)]"]
-    assert world.calls == [*before, "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1"]
+    assert world.calls == [*before, "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1", "durable"]
     assert served
 
 
@@ -334,7 +343,7 @@ def test_a_stop_while_waiting_commits_the_step_that_is_done() -> None:
     stop_requested = world.stop_requested
     world.loop.stop_requested = lambda: world.loop.step == 3 or stop_requested()
     assert world.run() is False
-    assert world.calls[-2:] == ["publish 3", "commit 3"]
+    assert world.calls[-3:] == ["publish 3", "commit 3", "durable"]
     assert len(world.backend.trained) == 3
 
 
@@ -342,7 +351,7 @@ def test_a_stop_at_once_commits_what_the_run_started_from() -> None:
     world = World()
     world.stop = True
     assert world.run() is False
-    assert world.calls == ["weights", "publish 0", "commit 0"]
+    assert world.calls == ["weights", "publish 0", "commit 0", "durable"]
 
 
 def test_a_claim_that_a_stop_overtook_is_not_lost() -> None:
@@ -360,6 +369,27 @@ def test_a_claim_that_a_stop_overtook_is_not_lost() -> None:
     assert world.backend.trained == []
     assert world.ring.reader.stats()["claimed"] == 2
     assert world.ring.reader.state_dict()["consumed"] == {"low": 0, "above": []}
+
+
+def test_what_became_durable_is_looked_at_before_each_step_and_in_each_wait() -> None:
+    """A failed save ends the run at the next step; and what a save frees may be what the workers wait for."""
+    world = World(total_steps=3)
+    world.run()
+    assert world.settled >= 3 + 1  # each step, and the end
+    world, asked = World(total_steps=1), itertools.count()
+    world.loop.stop_requested = lambda: bool(next(asked) > 5 and world.stop_requested())
+    world.run()
+    assert world.settled >= 1 + 5
+
+    def fail(wait: bool) -> None:
+        if world.loop.step == 2:
+            raise OSError(28, "No space left on device")
+
+    world = World(total_steps=9, checkpoint_every=2)
+    world.loop.settle = fail
+    with pytest.raises(OSError, match="No space left"):
+        world.run()
+    assert world.calls[-1] == "commit 2"
 
 
 def test_starvation_ends_with_the_ring_s_own_words() -> None:
@@ -497,4 +527,4 @@ def test_a_stop_that_only_one_rank_saw_stops_both_at_the_same_step() -> None:
 
     worlds, finished = two_ranks(stop_second, total_steps=50)
     assert finished == [False, False]
-    assert [world.calls[-1] for world in worlds] == ["commit 2", "commit 2"]
+    assert [world.calls[-2] for world in worlds] == ["commit 2", "commit 2"]

@@ -95,7 +95,7 @@ def double_gradients(path: Path, batch: Batch) -> dict[str, torch.Tensor]:
 def gradients(backend: ReferenceBackend, directory: Path) -> dict[str, torch.Tensor]:
     """Gradients of the one update that a backend has made, from its first moments: exp_avg = (1 - beta1) * gradient."""
     directory.mkdir(exist_ok=True)
-    backend.save(str(directory))
+    backend.snapshot()(directory)
     moments = load_file(directory / "optimizer.safetensors")
     prefix = "exp_avg."
     return {k.removeprefix(prefix): t / 0.1 for k, t in moments.items() if k.startswith(prefix)}
@@ -311,11 +311,11 @@ def test_C9_C32_a_loaded_backend_is_the_saved_one_and_goes_on_as_it_would_have(
         backend.train_step([batch.select([0, 1]), batch.select([2, 3, 4])])
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    backend.save(str(tmp_path / "first"))
+    backend.snapshot()(tmp_path / "first")
     restored = make(small_model(tmp_path / "other", seed=5), trainer=trainer, dtype=dtype, seed=9)
     restored.load(str(tmp_path / "first"))
     assert digest(restored) == digest(backend)  # before any step: what the engines are sent
-    restored.save(str(tmp_path / "second"))
+    restored.snapshot()(tmp_path / "second")
     assert states(tmp_path / "second") == states(tmp_path / "first")
     again = [b.train_step([batch.select([0, 1]), batch.select([2, 3, 4])]) for b in (backend, restored)]
     assert again[0] == again[1]
@@ -327,7 +327,7 @@ def test_C33_random_streams_are_restored_last(qwen3: Path, tmp_path: Path, monke
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     backend = make(qwen3)
-    backend.save(str(tmp_path))
+    backend.snapshot()(tmp_path)
     expected = draw()
     real = Optimizer.load_state_dict
 
@@ -344,7 +344,7 @@ def test_C33_random_streams_are_restored_last(qwen3: Path, tmp_path: Path, monke
 def test_a_directory_of_something_else_is_refused(qwen3: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
         make(qwen3).load(str(tmp_path))
-    make(small_model(tmp_path / "llama", "llama")).save(str(tmp_path))
+    make(small_model(tmp_path / "llama", "llama")).snapshot()(tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
         make(qwen3).load(str(tmp_path))
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from areal_hpc.buffer.control import read_control
-from areal_hpc.buffer.epochs import read_start
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import Config, RolloutConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.fs import read_json, wait_for
+from areal_hpc.fs import wait_for
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
 from areal_hpc.protocols import Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.engines import dotted, make_router
+from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
@@ -165,7 +165,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
                 seed=config.seed,
             ),
             newest_version=lambda: _newest_version(process),
-            evaluated=lambda: _evaluated(process),
+            evaluated=lambda: set(results(process.run, process.epoch)),
         )
     finally:
         await pool.close()
@@ -181,11 +181,3 @@ def evaluation_rollout(config: Config) -> RolloutConfig:
 def _newest_version(process: RoleProcess) -> int | None:
     control = read_control(process.run, known=False)
     return None if control is None or control.epoch != process.epoch else control.version.step
-
-
-def _evaluated(process: RoleProcess) -> set[int]:
-    """Steps with a result, but for those that the restart took back: their weights are no longer this run's."""
-    start = read_start(process.run, process.epoch)
-    assert start is not None, "engines serve before the trainer said how the attempt begins"
-    results = {step: read_json(process.run.evaluation(step)) for step in process.run.evaluated_steps()}
-    return {s for s, result in results.items() if s <= start.version.step or result["epoch"] == process.epoch}

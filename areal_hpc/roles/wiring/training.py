@@ -21,7 +21,7 @@ from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import make_clients
 from areal_hpc.roles.wiring.fleet import Fleet
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
+from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -45,7 +45,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
     if config.trainer.ranks == 1:
         process.publish_endpoint({})
         return Ranks(device=device)
-    timeout_s = config.limits.start_s + config.limits.starve_s
+    longest_s = max(config.limits.starve_s, config.limits.checkpoint_s)  # that rank 0 may keep the others waiting
+    timeout_s = config.limits.start_s + longest_s
     store = host_store(LOOPBACK, timeout_s=timeout_s) if process.index == 0 else None
     process.publish_endpoint({} if store is None else {"host": LOOPBACK, "port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
@@ -96,7 +97,7 @@ class TrainerSide:
 def make_trainer_side(
     process: RoleProcess, parent: Checkpoint | None, run: Callable[[Coroutine[Any, Any, Any]], Any]
 ) -> TrainerSide:
-    """Rank 0's ring and transport; the ring has read what earlier attempts left."""
+    """Rank 0's ring and transport; the ring has read what earlier attempts left. ``reader.write_start`` is to come."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
     if parent is not None:
@@ -111,8 +112,6 @@ def make_trainer_side(
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
     )
-    start = WeightVersion(process.epoch, 0 if parent is None else parent.version.step)
-    reader.write_start(start, identity["fingerprint"])
     journal = Journal(process.run, process.epoch)
     clients = make_clients(process)
     transport = make_transport(process, clients)

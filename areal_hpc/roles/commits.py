@@ -1,0 +1,188 @@
+"""Checkpoints of one trainer rank: begun at a step's edge, written while training goes on, noted at a later edge.
+
+    begin(step)          the one before is durable -> every rank copies its state to host memory -> a thread writes it
+    settle()             at every edge and in every wait: what is durable is told to the ring, a failure is raised
+    settle(wait=True)    before the next ``begin``, and at the end; waits at most limits.checkpoint_s
+
+One atomic commit holds all state of the run. What is in it, and what is not and why:
+
+    model, both Adam moments, in float32        model.safetensors, optimizer.safetensors, by rank 0: data-parallel ranks
+                                                hold the same bits, so any number of ranks may load them
+    optimizer step, number of updates           trainer.json. The learning rate is a function of the step and has no
+                                                state; masters are float32, so there is no gradient scaler
+    random streams of every rank                streams-RANK.json: Python, numpy, torch and the device's own
+    weight version                              MANIFEST.json: (attempt, step), with code, library versions and layout
+    consumed prompts, finished tickets, drops   state.json, ``ring``
+    what a prompt position means                state.json, ``prompts``. The stream is arithmetic on positions and never
+                                                ends, so it has no cursor and no end to remember. Prompts in flight are
+                                                those not consumed: they are issued again, or found sealed in the ring
+    fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served
+    configuration                               config.yaml, its digest in state.json
+    telemetry                                   nothing: each record carries (attempt, step), so readers leave out what
+                                                was taken back. TensorBoard purges from an attempt's first step on, and
+                                                the Weights & Biases id is in trackers/, made once for all attempts
+    evaluations                                 nothing: a result is a file with (attempt, step). One is due where the
+                                                surviving history has no result, whatever died between save and result
+    curriculum, reward normalisers, adaptive
+    KL, moving averages, critic                 nothing: no algorithm here has such state
+    endpoints, keys, caches, process groups     nothing: every attempt makes its own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc import checkpoint
+from areal_hpc.buffer.epochs import check_fence, load_lineage
+from areal_hpc.config.describe import dump
+from areal_hpc.fs import publish
+from areal_hpc.protocols import TrainerBackend
+from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.roles.wiring.training import TrainerSide
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import WeightVersion
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.yaml"
+
+
+def config_digest(process: RoleProcess) -> str:
+    """SHA-256 of the resolved configuration."""
+    return hashlib.sha256(dump(process.config).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    """A checkpoint that survives a power cut."""
+
+    step: int
+    ring: Mapping[str, Any]
+    """The ring's state in it."""
+    seconds: float
+    """From the step's edge on."""
+    seconds_stalled: float
+    """How much of that training waited for."""
+
+
+class Commits:
+    """``side`` is what rank 0 has; the other ranks only write their part."""
+
+    def __init__(
+        self, *, process: RoleProcess, ranks: Ranks, backend: TrainerBackend, side: TrainerSide | None
+    ) -> None:
+        self._process, self._ranks, self._backend, self._side = process, ranks, backend, side
+        self._background = checkpoint.Background[Durable | None]()
+        self._verified: list[Path] = []
+
+    def begin(self, step: int, weights: int | None) -> None:
+        """Start the checkpoint of ``step``; returns once this rank's state is in host memory. Collective.
+
+        Args:
+            weights: fingerprint of the weights that the engines have, None if no engine has them; counts on rank 0.
+
+        Raises:
+            What ``settle`` raises, of the one before.
+        """
+        began = time.monotonic()
+        self.settle(wait=True)
+        version, run = WeightVersion(self._process.epoch, step), self._process.run
+        write = self._backend.snapshot()
+        directory = Path(self._ranks.share(str(checkpoint.begin(run, version)) if self._ranks.leads else None))
+        if self._side is None:
+            self._background.start(_named(step), lambda: checkpoint.add_part(directory, self._ranks.rank, write))
+        else:
+            state = {
+                "ring": self._side.reader.state_dict(),
+                "prompts": dict(self._side.identity),
+                "weights": weights,
+                "config": config_digest(self._process),
+            }
+            stalled = time.monotonic() - began
+            self._background.start(
+                _named(step), lambda: self._make(version, state, directory, write, began=began, stalled=stalled)
+            )
+        if not self._process.config.checkpoint.asynchronous:
+            self.settle(wait=True)
+
+    def _make(
+        self,
+        version: WeightVersion,
+        state: Mapping[str, Any],
+        directory: Path,
+        write: Callable[[Path], None],
+        *,
+        began: float,
+        stalled: float,
+    ) -> Durable:
+        """Rank 0's background: its own part, everybody's word, the commit, then what the commit makes superfluous."""
+        process, run = self._process, self._process.run
+
+        def save(place: Path) -> None:
+            write(place)
+            publish(place / CONFIG, dump(process.config).encode())
+            checkpoint.await_parts(place, range(1, self._ranks.size), process.config.limits.checkpoint_s)
+
+        checkpoint.write(
+            run,
+            version,
+            save,
+            state,
+            directory=directory,
+            layout={"ranks": self._ranks.size},
+            still_leader=lambda: check_fence(run, process.epoch),
+        )
+        check_fence(run, process.epoch)  # what a successor goes on from is not ours to delete
+        self._verified = checkpoint.prune(run, load_lineage(run, process.epoch + 1), self._keep(), self._verified)
+        seconds = time.monotonic() - began
+        return Durable(
+            step=version.step,
+            ring=state["ring"],
+            seconds=seconds,
+            seconds_stalled=stalled if process.config.checkpoint.asynchronous else seconds,
+        )
+
+    def _keep(self) -> checkpoint.Keep:
+        rules, process = self._process.config.checkpoint, self._process
+        found = results(process.run, process.epoch) if rules.keep_best else {}
+        scores = {step: float(result[rules.keep_best]) for step, result in found.items() if rules.keep_best in result}
+        if found and not scores:
+            there_are = ", ".join(sorted(found[min(found)]))
+            log.warning("checkpoint.keep_best: no evaluation has %s; there are %s", rules.keep_best, there_are)
+        return checkpoint.Keep(newest=rules.keep, every=rules.keep_every, scores=scores)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Let what is durable take effect: the ring may delete what it covers.
+
+        Raises:
+            WaitTimeout: the checkpoint that is waited for did not become durable in time; names it.
+            Fenced: a newer attempt owns the run.
+            Whatever else its making met, such as OSError from the disk or RoleDied of another rank's part.
+        """
+        if wait:
+            self._background.wait(self._process.config.limits.checkpoint_s)
+        done = self._background.take()
+        if done is not None and self._side is not None:
+            self._side.reader.covered(done.ring)
+            values = {"step": done.step, "seconds": done.seconds, "seconds_stalled": done.seconds_stalled}
+            self._process.recorder.record("checkpoint", values)
+
+    def close(self) -> None:
+        """After an error elsewhere: let a checkpoint that is being written become durable, for as long as a stop may
+        take."""
+        try:
+            self._background.wait(self._process.config.limits.stop_s)
+            self._background.take()
+        except Exception as error:
+            log.warning("%s", error)
+
+
+def _named(step: int) -> str:
+    return f"the checkpoint of step {step}"

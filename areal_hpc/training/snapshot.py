@@ -1,0 +1,60 @@
+"""A trainer's tensors in host memory, and from there on disk: the first is what training waits for, the second is not.
+
+    masters = HostCopy()                    once
+    tensors = masters.take(live)            at a step's edge: one copy into memory that is kept from save to save
+    write_tensors(tensors, path)            later, in any thread, before the next ``take``
+
+Memory for a save is one copy of the state, however many saves there are: safetensors writes from where the bytes lie,
+and they are read back for comparison one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_hpc.errors import CorruptRecord
+
+
+class HostCopy:
+    """Host memory for some named tensors; pinned where they live on a device, so that the copy runs at full speed."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors as they are now, until the next call; names, shapes and dtypes are the same in each call."""
+        for name, tensor in live.items():
+            on_device = tensor.device.type != "cpu"
+            if name not in self._tensors:
+                self._tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_device)
+            self._tensors[name].copy_(tensor.detach(), non_blocking=on_device)
+        if any(tensor.device.type != "cpu" for tensor in live.values()):
+            torch.accelerator.synchronize()
+        return self._tensors
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, make it durable, read it back and compare every bit with memory.
+
+    Raises:
+        CorruptRecord: the file does not hold what was written.
+        OSError: the disk refused.
+    """
+    save_file(dict(tensors), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    with safe_open(path, framework="pt", backend="pread") as stored:  # mapped, a bad disk would be a SIGBUS
+        for name, tensor in tensors.items():
+            if not torch.equal(_bits(stored.get_tensor(name)), _bits(tensor)):  # NaN equals itself here
+                raise CorruptRecord(f"{path}: {name} does not hold what was written; check the disk")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,97 @@
+"""A trainer's state in host memory and on disk: the copy is a copy, memory is bounded, what is read back counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areal_hpc.errors import CorruptRecord
+from areal_hpc.training import snapshot
+from areal_hpc.training.snapshot import HostCopy, write_tensors
+
+
+def tensors() -> dict[str, Tensor]:
+    return {
+        "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        "b": torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "none": torch.zeros(0, 4),
+    }
+
+
+def test_what_is_taken_does_not_change_with_what_it_was_taken_from() -> None:
+    live = tensors()
+    taken = HostCopy().take(live)
+    for tensor in live.values():
+        tensor.add_(1)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in tensors().items() if name != "b")
+    assert taken["b"].isnan().tolist() == [True, False, False]
+
+
+def test_C24_every_save_uses_the_same_memory() -> None:
+    copy, live = HostCopy(), tensors()
+    first = {name: tensor.data_ptr() for name, tensor in copy.take(live).items()}
+    live["a"].add_(1)
+    again = copy.take(live)
+    assert {name: tensor.data_ptr() for name, tensor in again.items()} == first
+    assert torch.equal(again["a"], live["a"])
+
+
+BOUNDED = """
+import resource, sys
+from pathlib import Path
+import torch
+from areal_hpc.training.snapshot import HostCopy, write_tensors
+
+MIB = 1 << 20
+state = {f"tensor-{i}": torch.full((4 * MIB,), float(i)) for i in range(6)}  # 16 MiB each
+write_tensors({"small": torch.zeros(1)}, Path(sys.argv[1]) / "first")        # whatever a first time takes
+data = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
+limit = data + (6 + int(sys.argv[2])) * 16 * MIB
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+copy = HostCopy()
+for _ in range(2):
+    write_tensors(copy.take(state), Path(sys.argv[1]) / "state")
+print("written")
+"""
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(2, True), (-2, False)])
+def test_C24_a_save_takes_one_copy_of_the_state_and_one_tensor_more(tmp_path: Path, spare: int, fits: bool) -> None:
+    """The kernel counts private memory: 6 tensors to copy, and ``spare`` more; two fewer than 6 must not do."""
+    command = [sys.executable, "-c", BOUNDED, str(tmp_path), str(spare)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout == "written\n") == fits, done.stderr
+    assert fits or "memory" in done.stderr
+
+
+def test_what_is_written_is_a_safetensors_file_with_every_bit(tmp_path: Path) -> None:
+    write_tensors(tensors(), tmp_path / "state.safetensors")
+    found = load_file(tmp_path / "state.safetensors")
+    assert found.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_B5_a_file_that_does_not_hold_what_was_written_is_never_voted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = snapshot.save_file
+
+    def save_with_a_flipped_bit(given: Mapping[str, Tensor], path: Path) -> None:
+        real(dict(given), path)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(snapshot, "save_file", save_with_a_flipped_bit)
+    with pytest.raises(CorruptRecord, match=r"state\.safetensors: a does not hold what was written"):
+        write_tensors({"a": torch.ones(3)}, tmp_path / "state.safetensors")

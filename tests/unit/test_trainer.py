@@ -1,0 +1,156 @@
+"""The order of a trainer's start, and the proof that the engines got what was saved; whole runs are in test_run.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areal_hpc import checkpoint
+from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
+from areal_hpc.config.load import load
+from areal_hpc.errors import CheckpointError
+from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.journal import Journal
+from areal_hpc.roles import trainer
+from areal_hpc.roles.trainer import Member
+from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.training.rng import restore_rng, rng_state
+from areal_hpc.types import WeightVersion
+from areal_hpc.watermark import Watermark
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+def begin(run: RunDir, parent: WeightVersion | None) -> None:
+    epoch = claim_epoch(run, {})
+    version = WeightVersion(epoch, 0 if parent is None else parent.step)
+    write_start(run, epoch, StartRecord(parent=parent, version=version, consumed=Watermark(), fingerprint="f"))
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening the data set, making the model and reading the ring may all draw; so loading comes after them, and then
+    the engines get what was loaded, before any step."""
+    run = RunDir.create(tmp_path / "run")
+    begin(run, None)
+    saved = rng_state(torch.device("cpu"))
+    expected = draw()
+    state = {"config": "", "weights": 5, "prompts": {}, "ring": {}}
+    checkpoint.write(run, WeightVersion(1, 20), lambda _: None, state)
+    claim_epoch(run, {})
+    order, drawn = [], []
+
+    class Backend:
+        def load(self, directory: str) -> None:
+            order.append("load")
+            restore_rng(saved, torch.device("cpu"))
+
+        def weights(self) -> Any:
+            yield from ()
+
+    class Reader:
+        def write_start(self, version: WeightVersion, fingerprint: str) -> None:
+            order.append(f"start {version.step}")
+
+        def may_publish(self, version: WeightVersion) -> bool:
+            return True
+
+        def release(self, version: WeightVersion) -> None:
+            order.append("release")
+
+    class Transport:
+        async def publish(self, version: int, weights: Any) -> dict[str, float]:
+            order.append(f"publish {version}")
+            return {"fingerprint": 5.0}
+
+        async def close(self) -> None: ...
+
+    def make(name: str, what: Any) -> Any:
+        def made(*_: Any) -> Any:
+            order.append(name)
+            draw()
+            return what
+
+        return made
+
+    def run_loop(_: Any) -> bool:
+        drawn.extend(draw())
+        return True
+
+    side = SimpleNamespace(
+        reader=Reader(), transport=Transport(), clients=[], identity={"fingerprint": "f"}, journal=Journal(run, 2)
+    )
+    monkeypatch.setattr(trainer, "join_ranks", lambda _: Ranks())
+    monkeypatch.setattr(trainer, "make_backend", make("model", Backend()))
+    monkeypatch.setattr(trainer, "make_trainer_side", make("side", side))
+    monkeypatch.setattr(trainer.TrainingLoop, "run", run_loop)
+    process: Any = SimpleNamespace(
+        run=run,
+        epoch=2,
+        config=load([QUICKSTART], [f"run_root={tmp_path}"]),
+        stopping=lambda: False,
+        recorder=SimpleNamespace(record=None),
+    )
+    assert trainer.main(process) == 0
+    assert order == ["model", "side", "load", "start 20", "publish 20", "release"]
+    assert drawn == expected
+
+
+@pytest.mark.parametrize(("version", "fingerprint", "same"), [(20, 5, True), (20, 6, False), (21, 6, True)])
+def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_token(
+    version: int, fingerprint: int, same: bool
+) -> None:
+    class Transport:
+        async def publish(self, version: int, weights: Any) -> dict[str, float]:
+            return {"fingerprint": float(fingerprint), "seconds_paused": 0.0}
+
+    parent: Any = SimpleNamespace(
+        version=WeightVersion(1, 20), state={"weights": 5}, path=Path("step-00000020.e00000001")
+    )
+    process: Any = None
+    with asyncio.Runner() as runner:
+        member = Member(
+            process=process,
+            ranks=Ranks(),
+            backend=process,
+            side=SimpleNamespace(transport=Transport()),  # type: ignore[arg-type]
+            parent=parent,
+            runner=runner,
+        )
+        if same:
+            assert member.publish(version, iter(()))["seconds_paused"] == 0.0
+            assert member.fingerprint == fingerprint
+        else:
+            with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
+                member.publish(version, iter(()))
+
+
+def test_C20_an_evaluation_of_what_was_taken_back_is_due_again(tmp_path: Path) -> None:
+    """Attempt 1 evaluated 10, 20 and 30. Attempt 2 went back to 10 and evaluated 20; attempt 3 went on from 25 of it,
+    where 20 is known by attempt 2's result only, and 30 by none that counts."""
+    run = RunDir.create(tmp_path / "run")
+    begin(run, None)
+    for step in (0, 10, 20, 30):
+        publish_json(run.evaluation(step), {"epoch": 1, "step": step})
+    assert set(results(run, 1)) == {0, 10, 20, 30}
+    begin(run, WeightVersion(1, 10))
+    assert set(results(run, 2)) == {0, 10}
+    publish_json(run.evaluation(20), {"epoch": 2, "step": 20})
+    assert set(results(run, 2)) == {0, 10, 20}
+    begin(run, WeightVersion(2, 25))
+    assert set(results(run, 3)) == {0, 10, 20}
+    begin(run, WeightVersion(2, 15))
+    assert set(results(run, 4)) == {0, 10}
