@@ -81,14 +81,37 @@ class WeightTarget(Protocol):
     async def resume(self, version: int) -> None: ...
 
 
+class Members(Protocol):
+    """Which engines take part in a transport's updates: ``lost`` are those that failed one, with the reason."""
+
+    @property
+    def members(self) -> Sequence[WeightTarget]: ...
+
+    @property
+    def lost(self) -> Mapping[str, str]: ...
+
+    def admit(self, target: WeightTarget) -> None: ...
+
+    def dismiss(self, name: str, why: str) -> None: ...
+
+
 class WeightTransport(Protocol):
-    """``seconds = await transport.publish(version, backend.weights())``; then every target serves ``version``.
+    """``seconds = await transport.publish(version, backend.weights())``; then every member serves ``version``.
+
+        await transport.catch_up(version, backend.weights(), targets)  newcomers at once, while the members sample on
 
     Raises:
-        WeightUpdateError: a target could not be brought to the version whole; names it.
+        WeightUpdateError: a target could not be brought to the version whole; names it. It is lost then.
     """
 
+    @property
+    def membership(self) -> Members: ...
+
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]: ...
+
+    async def catch_up(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], targets: Sequence[WeightTarget]
+    ) -> Mapping[str, float]: ...
 
     async def close(self) -> None: ...
 

@@ -7,31 +7,27 @@
     all received, all checksums right    ---- the version barrier
     resume all under the new version     ---- sampling goes on
 
-The group is made once for each membership and kept. When something fails, the group is given up on all sides and the
-engine at fault leaves the membership: those that no longer answer, or if all do, the one that failed first. ``publish``
-raises then, with everybody paused. Publish again, with the weights anew, to bring the members that are left up to date.
+When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises, with everybody
+paused. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes later
+is caught up by itself, in a group of two that is gone afterwards: the others sample on, and are not harmed if it fails.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import Bucket, plan_buckets
-from areal_hpc.collective import device_for, host_store, join_group, leave_group
-from areal_hpc.errors import WeightUpdateError
+from areal_hpc.buckets import plan_buckets
+from areal_hpc.collective import device_for
 from areal_hpc.protocols import WeightTarget
-from areal_hpc.types import GroupAddress
-from areal_hpc.weights.membership import Call, Membership
+from areal_hpc.weights.group import WeightGroup
+from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
 
 class BroadcastTransport:
@@ -59,12 +55,12 @@ class BroadcastTransport:
         self._device = device_for(backend).device
         self._backend = backend
         self._bucket_bytes = bucket_bytes
-        self._timeout_s = timeout_s
         self._host = host
         self._names = (f"w-{epoch}-{k}" for k in itertools.count())
-        self._name = ""
-        self._group: ProcessGroup | None = None
-        self._made_for = -1  # the membership's `changes` when the group was made
+        self._everyone = self._group_of(self.membership)
+
+    def _group_of(self, membership: Membership) -> WeightGroup:
+        return WeightGroup(membership, names=self._names, backend=self._backend, host=self._host)
 
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
         """Bring every member to ``version``.
@@ -78,21 +74,43 @@ class BroadcastTransport:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
                 was the resuming that failed: then they serve ``version``.
         """
+        return await self._update(self._everyone, version, weights)
+
+    async def catch_up(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], targets: Sequence[WeightTarget]
+    ) -> Mapping[str, float]:
+        """Bring ``targets`` alone to ``version``, which the members serve; then they are members too.
+
+        ``weights`` is read to its end, as by ``publish``.
+
+        Raises:
+            WeightUpdateError: one of them failed, and none has become a member; the members are as they were.
+        """
+        with self.membership.catching_up(targets) as newcomers:
+            group = self._group_of(newcomers)
+            try:
+                return await self._update(group, version, weights)
+            finally:
+                await group.close()
+
+    async def _update(
+        self, group: WeightGroup, version: int, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Mapping[str, float]:
+        membership = group.membership
         start = time.monotonic()
         stream = iter(weights)
         sent = 0
         try:
-            self.membership.require()
+            membership.require()
             buckets = plan_buckets(stream, self._bucket_bytes, device=self._device)
             first = list(itertools.islice(buckets, 1))
             paused = time.monotonic()
-            await self.membership.all("pause", lambda target: target.pause())
-            if self._made_for != self.membership.changes:
-                await self._make_group()
+            await membership.all("pause", lambda target: target.pause())
+            await group.gather()
             for bucket in itertools.chain(first, buckets):
-                await self._send(bucket)
+                await group.send(bucket)
                 sent += bucket.buffer.numel()
-            await self.membership.all("resume", lambda target: target.resume(version))
+            await membership.all("resume", lambda target: target.resume(version))
         finally:
             deque(stream, maxlen=0)
         end = time.monotonic()
@@ -100,102 +118,4 @@ class BroadcastTransport:
 
     async def close(self) -> None:
         """Give the group up on all sides. What the engines sample is left as it is."""
-        if self._group is not None:
-            self._abandon_group()
-            await self.membership.failures("leave its group", self._leave)
-
-    async def _make_group(self) -> None:
-        """One process group of rank 0 and every rank of every member; the old one is left first."""
-        await self.close()
-        members = self.membership.members
-        store = host_store(self._host, timeout_s=self._timeout_s)
-        self._name = next(self._names)
-        address = GroupAddress(
-            host=self._host,
-            port=store.port,
-            name=self._name,
-            world_size=1 + sum(target.num_ranks for target in members),
-            backend=self._backend,
-        )
-        sizes = (target.num_ranks for target in members)
-        offsets = dict(zip((target.name for target in members), itertools.accumulate(sizes, initial=1), strict=False))
-
-        def join() -> None:
-            self._group = join_group(address, 0, self._timeout_s, store)
-
-        await self._together("join", join, lambda target: target.join(address, offsets[target.name]))
-        self._made_for = self.membership.changes
-
-    async def _send(self, bucket: Bucket) -> None:
-        def broadcast() -> None:
-            import torch.distributed as dist
-
-            work = dist.broadcast(bucket.buffer, group=self._group, group_src=0, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=self._timeout_s))
-
-        await self._together("load a bucket", broadcast, lambda t: t.load_bucket(self._name, bucket.specs))
-
-    async def _together(self, what: str, ours: Callable[[], None], theirs: Call) -> None:
-        """Do rank 0's part in a thread while every member does its own.
-
-        Raises:
-            WeightUpdateError: a part failed; the group is gone and the engine at fault no longer a member.
-        """
-        mine = asyncio.create_task(_in_thread(what, ours))
-        calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
-        try:
-            await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            for task in (mine, *calls):
-                task.cancel()
-            await asyncio.gather(mine, *calls, return_exceptions=True)
-            self._abandon_group()  # its members are in the middle of something
-            raise
-        if any(task.done() and task.exception() for task in (mine, *calls)):
-            guilty = await self._break_up(mine, calls)
-            own_error = mine.exception()
-            if guilty:
-                self.membership.lose(guilty)
-            assert own_error is not None, "nobody failed"
-            raise own_error
-
-    async def _break_up(
-        self, mine: asyncio.Task[None], calls: Mapping[asyncio.Task[None], WeightTarget]
-    ) -> dict[str, str]:
-        """End an operation that cannot succeed any more, on all sides; who is to blame, with the reason."""
-        first = [target for task, target in calls.items() if task.done() and task.exception()][:1]
-        for target in first:  # if it lives, its leaving wakes all who wait for it inside the operation
-            await asyncio.gather(self.membership.attempt(target, "leave", self._leave), return_exceptions=True)
-        await asyncio.wait({mine})
-        self._abandon_group()  # which wakes the members that still wait for rank 0
-        await asyncio.wait(calls)
-        reasons = {target.name: str(task.exception()) for task, target in calls.items() if task.exception()}
-        silent = await self.membership.failures("leave its group", self._leave)
-        guilty = silent or {target.name: "" for target in first}
-        return {name: reasons.get(name, why) for name, why in guilty.items()}
-
-    async def _leave(self, target: WeightTarget) -> None:
-        await target.leave(self._name)
-
-    def _abandon_group(self) -> None:
-        """Drop rank 0's end; the connections close with the last hold on it."""
-        if self._group is not None:
-            leave_group(self._group)
-        self._group = None
-        self._made_for = -1
-
-
-async def _in_thread(what: str, ours: Callable[[], None]) -> None:
-    """Rank 0's part of an operation.
-
-    Raises:
-        WeightUpdateError: it failed. The cause is left out: its traceback would keep the group's connections open.
-    """
-    reason = ""
-    try:
-        await asyncio.to_thread(ours)
-    except RuntimeError as error:
-        reason = f"rank 0 could not {what} with the engines: {error}"
-    if reason:
-        raise WeightUpdateError(reason)
+        await self._everyone.close()

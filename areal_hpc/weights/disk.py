@@ -5,6 +5,8 @@ manifest, fsync, rename                       the version appears, whole
 pause all -> load the directory -> resume all
 remove older versions
 
+An engine that comes later is caught up in the same way, alone.
+
 <directory>/v00000012.e00000003.0/            version, epoch of the run, and a count, since a version may come twice
     model-00001.safetensors ...               Hugging Face names
     manifest.json                             what each file must be: size, tensors and their CRC-32C
@@ -72,17 +74,33 @@ class DiskTransport:
             WeightUpdateError: as there.
             OSError: the version could not be written; every engine samples on as it was.
         """
+        return await self._update(self.membership, version, weights)
+
+    async def catch_up(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], targets: Sequence[WeightTarget]
+    ) -> Mapping[str, float]:
+        """Bring ``targets`` alone to ``version``; see ``BroadcastTransport.catch_up``.
+
+        Raises:
+            WeightUpdateError, OSError: as there, and as for ``publish``.
+        """
+        with self.membership.catching_up(targets) as newcomers:
+            return await self._update(newcomers, version, weights)
+
+    async def _update(
+        self, membership: Membership, version: int, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Mapping[str, float]:
         start = time.monotonic()
         stream = iter(weights)
         try:
-            self.membership.require()
+            membership.require()
             place, size = self._write(version, stream)
         finally:
             deque(stream, maxlen=0)
         paused = time.monotonic()
-        await self.membership.all("pause", lambda target: target.pause())
-        await self.membership.all("load weights", lambda target: target.load_directory(str(place), version))
-        await self.membership.all("resume", lambda target: target.resume(version))
+        await membership.all("pause", lambda target: target.pause())
+        await membership.all("load weights", lambda target: target.load_directory(str(place), version))
+        await membership.all("resume", lambda target: target.resume(version))
         end = time.monotonic()
         await asyncio.to_thread(self._remove_old)
         return {"seconds": end - start, "seconds_paused": end - paused, "bytes": float(size)}

@@ -1,7 +1,8 @@
 """Which engines get new weights, and what every transport does to all of them at once.
 
-    members --an engine fails a call--> lost        it stays paused and takes no part until `admit` brings it back
-    members <------- admit -----------  anyone      a new engine, or one that was restarted
+    members --an engine fails a call--> lost        it stays paused and takes no part until it is brought back
+    members <------- admit -----------  anyone      a new engine, or one that was restarted: with the next publish
+    members <----- catching_up -------  anyone      the same, at once and alone, while the members sample on
 
 A failed update is not resumed: the members that are left stay paused, with weights that may be half new, until a
 publish goes through. Nobody samples with new weights before every member has taken them whole.
@@ -10,7 +11,8 @@ publish goes through. Nobody samples with new weights before every member has ta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
@@ -38,6 +40,30 @@ class Membership:
         self.members = [member for member in self.members if member.name != target.name] + [target]
         self.lost.pop(target.name, None)
         self.changes += 1
+
+    def dismiss(self, name: str, why: str) -> None:
+        """Leave ``name`` out from now on, without a word to it."""
+        self.members = [member for member in self.members if member.name != name]
+        self.lost[name] = why
+        self.changes += 1
+
+    @contextmanager
+    def catching_up(self, targets: Sequence[WeightTarget]) -> Iterator[Membership]:
+        """``targets`` as a membership of their own; they become members here when the inside ends well.
+
+        Raises:
+            WeightUpdateError: from inside; all of them are lost then.
+        """
+        for target in targets:
+            self.dismiss(target.name, "it is being brought up to date")
+        newcomers = Membership(targets, self.timeout_s)
+        try:
+            yield newcomers
+        except WeightUpdateError as error:
+            self.lost |= {target.name: newcomers.lost.get(target.name, str(error)) for target in targets}
+            raise
+        for target in targets:
+            self.admit(target)
 
     def require(self) -> None:
         """Raises WeightUpdateError if nobody is left."""
@@ -84,9 +110,8 @@ class Membership:
         Raises:
             WeightUpdateError: always; this is how a failed update ends.
         """
-        self.members = [member for member in self.members if member.name not in reasons]
-        self.lost.update(reasons)
-        self.changes += 1
+        for name, why in reasons.items():
+            self.dismiss(name, why)
         left = ", ".join(member.name for member in self.members) or "none"
         raise WeightUpdateError(
             f"{'; '.join(reasons.values())}. Engines left: {left}; publish again to bring them up to date"

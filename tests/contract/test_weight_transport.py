@@ -160,9 +160,62 @@ def test_an_update_that_lacks_a_parameter_is_refused_and_the_next_whole_one_heal
             await transport.publish(30, produced())
         assert read == list(some)
         for client in clients:
-            transport.membership.admit(client)  # type: ignore[attr-defined]
+            transport.membership.admit(client)
         await transport.publish(31, weights.items())
         assert [await client.probe() for client in clients] == [31, 31]
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_an_engine_that_comes_later_is_caught_up_alone_while_the_others_sample_on(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    urls, weights = fleet
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        old, new = clients
+        transport = make([old])
+        await transport.publish(40, weights.items())
+        sampling = Sampling(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+        request = GenerationRequest(request_id="under way", token_ids=PROMPT, sampling=sampling)
+        under_way = asyncio.create_task(old.generate(request))
+        told = await transport.catch_up(40, weights.items(), [new])
+        assert told["bytes"] >= sum(value.nbytes for value in weights.values())
+        assert [target.name for target in transport.membership.members] == ["engine-0", "engine-1"]
+        assert set((await under_way).versions) == {40}
+        assert await held(old) == await held(new)
+        assert await new.probe() == 40
+        await transport.publish(41, scaled(weights, 1.5).items())
+        assert [await client.probe() for client in clients] == [41, 41]
+        assert await held(old) == await held(new)
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_a_newcomer_that_fails_is_named_and_harms_nobody(fleet: tuple[list[str], Weights], make: MakeTransport) -> None:
+    urls, weights = fleet
+    read: list[str] = []
+
+    def lacking() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in list(weights.items())[:-1]:
+            read.append(name)
+            yield name, value
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        old, new = clients
+        transport = make([old])
+        await transport.publish(50, weights.items())
+        with pytest.raises(WeightUpdateError, match="engine-1"):
+            await transport.catch_up(50, lacking(), [new])
+        assert read == list(weights)[:-1]
+        assert [target.name for target in transport.membership.members] == ["engine-0"]
+        assert "engine-1" in transport.membership.lost["engine-1"]
+        request = GenerationRequest(request_id="r", token_ids=PROMPT, sampling=Sampling(max_new_tokens=2))
+        assert set((await old.generate(request)).versions) == {50}
+        await transport.catch_up(50, weights.items(), [new])
+        assert (await new.probe(), dict(transport.membership.lost)) == (50, {})
         await transport.close()
 
     run(urls, scenario)

@@ -176,6 +176,54 @@ def test_an_engine_that_cannot_be_resumed() -> None:
     scenario(body)
 
 
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_a_newcomer_that_dies_before_in_or_after_its_catching_up_does_not_stop_the_others(when: str) -> None:
+    """The others sample on all the while; the next update knows no more of it than that it is lost."""
+
+    async def body(fleet: Fleet) -> None:
+        transport = BroadcastTransport(fleet.clients[:1], epoch=next(epochs), bucket_bytes=4000, timeout_s=LIMIT_S)
+        await transport.publish(1, WEIGHTS.items())
+        if when == "before":
+            fleet.processes[1].kill()
+            fleet.processes[1].join()
+        elif when == "in":
+            await fleet.fault(1, "receiving", 0.02)
+        with in_less_than(LIMIT_S / 2):
+            if when == "after":
+                await transport.catch_up(1, WEIGHTS.items(), fleet.clients[1:])
+                await fleet.serves(1, 1)
+                fleet.processes[1].kill()
+                fleet.processes[1].join()
+                with pytest.raises(WeightUpdateError, match=r"engine-1.*Engines left: engine-0"):
+                    await transport.publish(2, WEIGHTS.items())
+            else:
+                with pytest.raises(WeightUpdateError, match="engine-1"):
+                    await transport.catch_up(1, WEIGHTS.items(), fleet.clients[1:])
+                await fleet.serves(0, 1)
+        assert list(transport.membership.lost) == ["engine-1"]
+        await transport.publish(2, WEIGHTS.items())
+        await fleet.serves(0, 2)
+        await transport.close()
+
+    scenario(body)
+
+
+def test_D21_a_group_for_catching_up_has_a_name_of_its_own() -> None:
+    async def body(fleet: Fleet) -> None:
+        transport = BroadcastTransport(fleet.clients[:1], epoch=next(epochs), bucket_bytes=4000, timeout_s=LIMIT_S)
+        await transport.publish(1, WEIGHTS.items())
+        await transport.catch_up(1, WEIGHTS.items(), fleet.clients[1:])
+        await transport.publish(2, WEIGHTS.items())
+        (first, everyone), (alone, same) = [(await fleet.state(index))["joined"] for index in (0, 1)]
+        assert same == everyone
+        assert len({first, alone, everyone}) == 3
+        for index in (0, 1):
+            await fleet.serves(index, 2)
+        await transport.close()
+
+    scenario(body)
+
+
 def test_a_publish_that_is_cancelled_does_not_spoil_the_next() -> None:
     async def body(fleet: Fleet) -> None:
         await fleet.publish(1)
