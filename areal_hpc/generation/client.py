@@ -17,7 +17,7 @@ One client belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from areal_hpc.collective import bracketed
 from areal_hpc.errors import GenerationError, WeightUpdateError
 from areal_hpc.generation.answers import Answer, BadAnswer, join_answers, parse_answer, request_body, version_number
-from areal_hpc.generation.connection import Connection, EngineLost, excerpt
+from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
 
 FIRST_VERSION_WITH_SPANS = (0, 5, 19)
@@ -40,8 +40,10 @@ class Limits:
     connect_s: float = 10.0
     generate_s: float = 1800.0
     """A whole completion, with its interruptions and the pauses it sits through."""
+    probe_s: float = 10.0
+    """Health and self-description: an engine that is alive answers at once, whatever it does."""
     admin_s: float = 30.0
-    """Pause, continue, abort, version, health."""
+    """Pause, continue, abort, version."""
     load_s: float = 120.0
     """Joining a group, and taking one bucket or one directory of weights."""
 
@@ -86,6 +88,8 @@ class EngineClient:
         num_ranks: its tensor-parallel ranks, each a member of a weight group.
         token: what its server asks for, or the file that holds it; empty for none.
         version: weights it was started with, for engines that call them "default".
+        incarnation: which of the processes that have been this engine answers at ``url``.
+        locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
     """
 
     def __init__(
@@ -97,16 +101,24 @@ class EngineClient:
         token: str | Path = "",
         version: int = 0,
         limits: Limits | None = None,
+        incarnation: int = 0,
+        locate: Callable[[], Address | None] | None = None,
     ) -> None:
         self.name = name
         self.num_ranks = num_ranks
-        self.version = version
         self.limits = limits or Limits()
         self._initial = version
+        self.incarnation = incarnation
+        self._locate = locate
         self._http = Connection(f"engine {name}", url, token=token, connect_s=self.limits.connect_s)
-        self._capabilities: Capabilities | None = None
         self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
+        self._know_nothing()
+
+    def _know_nothing(self) -> None:
+        """Nothing is known of an engine's new process, and nothing that its old one was told holds for it."""
+        self.version = self._initial
+        self._capabilities: Capabilities | None = None
         self._has_sessions = True  # /begin_weight_update exists, until it answers 404
         self._in_session = False
         self._broken = False  # a call of the update at hand failed
@@ -125,12 +137,29 @@ class EngineClient:
         Raises:
             GenerationError: it is not healthy.
         """
-        status, answer = await self._http.call("GET", "/health", None, self.limits.admin_s)
-        self._http.accepted("/health", status, answer)
-        self._capabilities = None  # it may be another process by now
+        await self.reach()
         if (await self._probed()).quarantined:
             raise GenerationError(f"{self!r} is quarantined: an update of its weights failed half-way")
         return self.version
+
+    def moved(self) -> Address | None:
+        """Where the engine is now, if that is another process than the one this client talks to."""
+        address = self._locate() if self._locate is not None else None
+        return None if address is None or address.incarnation == self.incarnation else address
+
+    async def reach(self) -> None:
+        """Find the engine where it is now, alive; whether it may serve is another question.
+
+        Raises:
+            GenerationError: it does not answer, or it is not healthy.
+        """
+        if (address := self.moved()) is not None:
+            self.incarnation = address.incarnation
+            await self._http.move(address.url, address.token)
+            self._know_nothing()
+        status, answer = await self._http.call("GET", "/health", None, self.limits.probe_s)
+        self._http.accepted("/health", status, answer)
+        self._capabilities = None  # it may be another process by now
 
     async def _probed(self) -> Capabilities:
         """The engine's capabilities, asked once for each life of it."""
@@ -149,9 +178,9 @@ class EngineClient:
         return Capabilities.read(info)
 
     async def _described(self, path: str, old_path: str) -> Mapping[str, Any]:
-        status, answer = await self._http.call("GET", path, None, self.limits.admin_s)
+        status, answer = await self._http.call("GET", path, None, self.limits.probe_s)
         if status == 404:
-            status, answer = await self._http.call("GET", old_path, None, self.limits.admin_s)
+            status, answer = await self._http.call("GET", old_path, None, self.limits.probe_s)
         answer = self._http.accepted(path, status, answer)
         if not isinstance(answer, Mapping):
             raise GenerationError(f"{self!r} does not describe itself at {path}: {excerpt(answer)}")
@@ -200,14 +229,15 @@ class EngineClient:
 
     async def _ask(self, body: dict[str, Any], budget: int) -> Answer:
         capabilities = await self._probed()
-        pinned = self.version
+        pinned, incarnation = self.version, self.incarnation
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s)
         if status != 200:
             raise BadAnswer(f"status {status}, {excerpt(answer)}")
         parsed = parse_answer(
             answer, budget=budget, pinned=pinned, initial=self._initial, in_place=capabilities.in_place
         )
-        self.version = max(self.version, *parsed.versions[-1:], pinned)
+        if incarnation == self.incarnation:
+            self.version = max(self.version, *parsed.versions[-1:], pinned)
         return parsed
 
     async def abort(self, request_id: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ class EngineLost(GenerationError):
 
 class EngineRefused(EngineLost):
     """The engine took no connection, so it never saw the request: another engine may be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an engine's server is, and which of the processes that have been that engine it is."""
+
+    url: str
+    token: str | Path = ""
+    """What the server asks for, or the file that holds it. One of its own for each process keeps a client from
+    taking another process, which got the port of one that died, for the engine."""
+    incarnation: int = 0
 
 
 class Connection:
@@ -58,7 +70,7 @@ class Connection:
         """One exchange: status, and the JSON answer (the text where it is none).
 
         Raises:
-            EngineRefused: no connection, however often it was tried.
+                EngineRefused: no connection, however often it was tried; or the server there asks for another token.
             EngineLost: no answer in ``limit_s`` seconds, or half of one.
         """
         for attempt in range(ATTEMPTS):
@@ -108,6 +120,11 @@ class Connection:
             raise GenerationError(f"{self} refused {path}: status {status}, {excerpt(answer)}")
         return answer
 
+    async def move(self, url: str, token: str | Path) -> None:
+        """Talk to another address from now on. What is under way at the old one is lost."""
+        await self.close()
+        self.url, self._token = url.rstrip("/"), token
+
     async def close(self) -> None:
         """Close what is open; a later call opens it again."""
         if self._session is not None:
@@ -119,6 +136,8 @@ class Connection:
             self._session = self._open()
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
         async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            if response.status == 401:
+                raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
             return response.status, _decoded(await response.text())
 
     def _open(self) -> aiohttp.ClientSession:

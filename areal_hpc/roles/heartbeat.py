@@ -11,7 +11,6 @@ of two hosts differ. The thread shows that the process runs, not that it gets an
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -20,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from areal_hpc.fs import AttemptDir, publish_json, read_if_listed
+from areal_hpc.buffer.control import read_replaced
+from areal_hpc.fs import AttemptDir, publish_json
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +82,8 @@ def beating(
 
 def read_heartbeat(attempt: AttemptDir, role: str, index: int) -> dict[str, Any] | None:
     """The newest heartbeat of a process, or None while there is none, or its name is stale for an instant."""
-    try:
-        beat: dict[str, Any] | None = read_if_listed(attempt.heartbeat(role, index))
-    except OSError as error:
-        if error.errno not in (errno.ESTALE, errno.ENOENT):
-            raise
-        return None
-    return beat
+    path = attempt.heartbeat(role, index)
+    return read_replaced(path) if path.name in os.listdir(path.parent) else None
 
 
 class Pulse:

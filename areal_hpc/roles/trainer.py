@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import check_fence, load_lineage
@@ -25,12 +24,9 @@ from areal_hpc.roles.wiring.training import (
     make_fetch,
     make_trainer_side,
 )
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.loop import Pace, TrainingLoop, Weights
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupRef, WeightVersion
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ def main(process: RoleProcess) -> int:
     backend = make_backend(process.config, ranks)
     parent, start_step = _resume(process, ranks, backend)
     with asyncio.Runner() as loop_runner:
-        side = make_trainer_side(process, parent) if ranks.leads else None
+        side = make_trainer_side(process, parent, loop_runner.run) if ranks.leads else None
         member = Member(process=process, ranks=ranks, backend=backend, side=side, runner=loop_runner)
         loop = _loop(process, member, start_step)
         try:
@@ -88,6 +84,8 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         fetch=make_fetch(process),
         reader=None if member.side is None else member.side.reader,
         publish=member.publish,
+        behind=member.behind,
+        catch_up=member.catch_up,
         commit=member.commit,
         journal=member.note,
         stop_requested=process.stopping,
@@ -109,13 +107,28 @@ class Member:
     ) -> None:
         self.process, self.ranks, self.backend, self.side, self.runner = process, ranks, backend, side, runner
 
-    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+    def publish(self, version: int, weights: Weights) -> Mapping[str, float]:
         """Bring every engine to ``version``; gathering the weights is collective, so the other ranks walk along."""
+        while True:
+            moved = self._walk(weights) if self.side is None else self.side.fleet.publish(version, weights())
+            if self.ranks.share(moved is not None):
+                return moved or {}
+
+    def behind(self) -> bool:
+        return self.side is not None and self.side.fleet.behind()
+
+    def catch_up(self, version: int, weights: Weights) -> None:
+        """Bring engines that were replaced to ``version``, with the other ranks walking along."""
         if self.side is None:
-            for _ in weights:
-                pass
-            return {}
-        return self.runner.run(self.side.transport.publish(version, weights))
+            self._walk(weights)
+        else:
+            self.side.fleet.catch_up(version, weights())
+
+    @staticmethod
+    def _walk(weights: Weights) -> Mapping[str, float]:
+        for _ in weights():
+            pass
+        return {}
 
     def note(self, step: int, trained: Sequence[GroupRef]) -> None:
         """The step's line in the journal, on rank 0."""

@@ -6,6 +6,7 @@ collectives. Whoever waits for whom:
     reader.claim     waits for rollout workers to seal groups          (limit: starve_s, message from the ring)
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
+    behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 
 A stop request is looked at wherever the loop waits and at every step's edge, and agreed on by all ranks first.
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
-from areal_hpc.errors import CorruptRecord, WaitTimeout
+from areal_hpc.errors import CorruptRecord, WaitTimeout, WeightUpdateError
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.ranks import Ranks
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLAIM_POLL_S = 0.02
+
+
+Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
+"""The backend's weights from the first on; each call is collective over the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +70,16 @@ class TrainingLoop:
     fetch: Callable[[GroupRef], TrajectoryGroup]
     reader: RolloutReader | None
     """The ring's trainer end; on rank 0 only."""
-    publish: Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
+    publish: Callable[[int, Weights], Mapping[str, float]]
     commit: Callable[[int], None]
     journal: Callable[[int, Sequence[GroupRef]], None]
     """Takes each step with what it was trained on, before anybody else hears of it."""
     stop_requested: Callable[[], bool]
     record: Callable[[str, Mapping[str, Any]], None]
+    behind: Callable[[], bool] = lambda: False
+    """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
+    catch_up: Callable[[int, Weights], None] = lambda version, weights: None
+    """Bring those engines up to date."""
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     committed: int = -1
@@ -101,20 +110,27 @@ class TrainingLoop:
     def claim(self) -> list[GroupRef] | None:
         """The step's groups, the same on every rank; None when the run is to stop."""
         began = self.clock()
-        refs = self._wait_for_groups() if self.reader is not None else None
-        shared = self.ranks.share(None if refs is None else [ref.record() for ref in refs])
+        while True:
+            refs, behind = self._wait_for_groups(began) if self.reader is not None else (None, False)
+            shared, behind = self.ranks.share([None if refs is None else [ref.record() for ref in refs], behind])
+            if not behind:
+                break
+            self.catch_up(self.step, self.backend.weights)
         stop = self.ranks.any(self.stop_requested())
         self.seconds["wait"] = self.clock() - began
         return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
 
-    def _wait_for_groups(self) -> list[GroupRef] | None:
+    def _wait_for_groups(self, began: float) -> tuple[list[GroupRef] | None, bool]:
+        """The groups, or None and whether that is because an engine must be caught up first; else a stop is due."""
         assert self.reader is not None
-        deadline = self.clock() + self.pace.starve_s
         while not self.stop_requested():
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
-                return refs
+                return refs, False
+            deadline = began + self.pace.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
-        return None
+            if self.behind():
+                return None, True
+        return None, False
 
     def _pause(self, deadline: float, waited: str) -> None:
         """A moment's sleep in a wait for the ring; WaitTimeout once ``deadline`` has passed."""
@@ -181,7 +197,7 @@ class TrainingLoop:
         """New weights to every engine, then the slots of the step back to the workers."""
         self._let_older_weights_finish()
         began = self.clock()
-        moved = self.publish(self.step, self.backend.weights())
+        moved = self.publish(self.step, self.backend.weights)
         if self.reader is not None:
             self.reader.release(self.version)
         self.seconds["publish"] = self.clock() - began
@@ -197,6 +213,11 @@ class TrainingLoop:
             deadline = began + self.pace.starve_s
             while not self.reader.may_publish(self.version):
                 self._pause(deadline, f"version {self.step} waited {self.pace.starve_s:g} s for what older ones sample")
+                if self.behind():
+                    raise WeightUpdateError(
+                        f"an engine that was replaced needs the weights of version {self.step - 1}, by which some "
+                        "groups are still to be sampled, and they are overwritten: a new attempt makes them again"
+                    )
         self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ def attempt(tmp_path: Path) -> AttemptDir:
     return RunDir.create(tmp_path / "run").attempt(1).create()
 
 
-def until(ready: Callable[[], Any], tries: int = 10_000) -> Any:
-    for _ in range(tries):
-        if answer := ready():
-            return answer
-        os.sched_yield()
-    raise AssertionError("it did not come")
+def until(ready: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30.0
+    while not (answer := ready()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.001)
+    return answer
 
 
 def beat_of(attempt: AttemptDir) -> dict[str, Any]:
@@ -108,18 +109,3 @@ def test_a_single_look_proves_nothing() -> None:
     assert (pulse.moved, pulse.silent_s()) == (False, 3.0)
     pulse.see(beat(8, ended=True))
     assert (pulse.moved, pulse.ended) == (True, True)
-
-
-def test_a_name_that_is_stale_for_an_instant_is_no_error(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(_: Path) -> Any:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(module, "read_if_listed", stale)
-    assert read_heartbeat(attempt, "rollout", 2) is None
-
-    def broken(_: Path) -> Any:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(module, "read_if_listed", broken)
-    with pytest.raises(OSError, match="Input/output"):
-        read_heartbeat(attempt, "rollout", 2)

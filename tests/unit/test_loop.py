@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
-from areal_hpc.errors import CorruptRecord, WaitTimeout
+from areal_hpc.errors import CorruptRecord, WaitTimeout, WeightUpdateError
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
@@ -135,6 +135,7 @@ class World:
         self.records: list[dict[str, Any]] = []
         self.backend = Backend(self.calls)
         self.now = 0.0
+        self.behind: list[bool] = []  # what is answered, last first
         self.loop = TrainingLoop(
             epoch=1,
             step=step,
@@ -147,6 +148,8 @@ class World:
             fetch=self.ring.reader.read,
             reader=self.ring.reader if ranks.leads else None,
             publish=self.publish,
+            behind=lambda: self.behind.pop() if self.behind else False,
+            catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
             commit=lambda step: self.calls.append(f"commit {step}"),
             journal=self.note,
             stop_requested=self.stop_requested,
@@ -154,8 +157,8 @@ class World:
             clock=lambda: self.now,
         )
 
-    def publish(self, version: int, weights: Iterator[tuple[str, Any]]) -> Mapping[str, float]:
-        assert [name for name, _ in weights] == ["w"]
+    def publish(self, version: int, weights: Callable[[], Iterator[tuple[str, Any]]]) -> Mapping[str, float]:
+        assert [name for name, _ in weights()] == ["w"]
         self.calls.append(f"publish {version}")
         return {"seconds_paused": 0.125}
 
@@ -201,7 +204,7 @@ def test_slots_are_free_only_after_their_weights_are_published() -> None:
     outstanding = []
     publish = world.publish
 
-    def watched(version: int, weights: Iterator[tuple[str, Any]]) -> Mapping[str, float]:
+    def watched(version: int, weights: Callable[[], Iterator[tuple[str, Any]]]) -> Mapping[str, float]:
         outstanding.append(world.ring.reader.stats()["claimed"])
         return publish(version, weights)
 
@@ -288,6 +291,51 @@ def test_C2_commits_come_every_few_steps_and_once_at_the_end(
     assert world.run() is True
     assert [call for call in world.calls if call.startswith("commit")] == [f"commit {step}" for step in commits]
     assert len(world.backend.trained) == max(0, total - start)
+
+
+def test_an_engine_that_comes_back_is_caught_up_while_the_trainer_waits_for_it() -> None:
+    """No group would ever come otherwise, with this the only engine."""
+    world = World(total_steps=1)
+    produce = world.workers.produce if world.workers else None
+    served = []
+
+    def serve() -> bool:
+        """Groups come only once the engine has been caught up."""
+        if any(call.startswith("catch up") for call in world.calls) and produce is not None:
+            served.append(world.loop.step)
+            produce()
+        return False
+
+    world.loop.stop_requested = serve
+    world.behind = [False, True, False, False]
+    assert world.run() is True
+    before = ["weights", "publish 0", "weights", "catch up 0 [('w', None)]"]
+    assert world.calls == [*before, "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1"]
+    assert served
+
+
+def test_weights_that_are_overwritten_cannot_be_given_to_an_engine_that_comes_back() -> None:
+    """In deterministic training some groups may still have to be sampled by them, so only a new attempt helps."""
+    world = World()
+    world.ring.reader.may_publish = lambda version: version.step != 1  # type: ignore[method-assign]
+    world.loop.behind = lambda: world.loop.step == 1
+    with pytest.raises(WeightUpdateError, match="needs the weights of version 0, .* a new attempt makes them again"):
+        world.run()
+    assert world.calls[-1] == "journal 1"
+
+
+def test_catching_up_does_not_lengthen_the_wait_for_a_batch() -> None:
+    world = World()
+    world.loop.stop_requested = lambda: False  # and nobody produces
+    world.behind = [True] * 1000
+
+    def slowly(version: int, weights: Any) -> None:
+        world.now += 7.0
+
+    world.loop.catch_up = slowly
+    with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
+        world.run()
+    assert world.now < 60 + 7 + 7
 
 
 def test_a_stop_while_waiting_commits_the_step_that_is_done() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import importlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.accelerator import compute_deterministically
+from areal_hpc.buffer.control import read_replaced
 from areal_hpc.config.derived import engine_ranks
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.generation.client import EngineClient, Limits
+from areal_hpc.generation.connection import Address
+from areal_hpc.generation.router import Router
 from areal_hpc.roles.process import RoleProcess
+from areal_hpc.telemetry import add_secret
 
 if TYPE_CHECKING:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
@@ -84,7 +90,8 @@ async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         update_timeout_s=config.limits.weight_update_s,
     )
     engine.start()
-    url, server = await start_server(engine, token=process.token)
+    token = engine_token(process, process.index, process.incarnation)
+    url, server = await start_server(engine, token=token)
     try:
         yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
     finally:
@@ -102,20 +109,46 @@ def _load(engine: EmbeddedEngine) -> dict[str, Any]:
     }
 
 
+def engine_token(process: RoleProcess, index: int, incarnation: int) -> str:
+    """What the server of one generator process asks for: no other process of the run takes it."""
+    identity = f"{process.epoch}/generator-{index}/{incarnation}"
+    token = hmac.new(process.token.encode(), identity.encode(), hashlib.sha256).hexdigest()
+    add_secret(token)
+    return token
+
+
 def make_clients(process: RoleProcess) -> list[EngineClient]:
-    """A client for every engine of the attempt, once they are up."""
+    """A client for every engine of the attempt, once they are up. Each follows its engine to where it is replaced."""
+    return [_client(process, index) for index in range(process.config.generation.replicas)]
+
+
+def _client(process: RoleProcess, index: int) -> EngineClient:
     config = process.config
     limits = Limits(
         generate_s=config.rollout.timeout_s, admin_s=config.limits.weight_update_s, load_s=config.limits.weight_update_s
     )
-    names = [("generator", index) for index in range(config.generation.replicas)]
-    return [
-        EngineClient(
-            f"{role}-{index}",
-            process.endpoint_of(role, index)["url"],
-            num_ranks=engine_ranks(config),
-            token=process.token,
-            limits=limits,
-        )
-        for role, index in names
-    ]
+
+    def address(endpoint: Mapping[str, Any]) -> Address:
+        incarnation = int(endpoint["incarnation"])
+        token = engine_token(process, index, incarnation)
+        return Address(url=endpoint["url"], token=token, incarnation=incarnation)
+
+    def locate() -> Address | None:
+        endpoint = read_replaced(process.attempt.endpoint("generator", index))
+        return None if endpoint is None else address(endpoint)
+
+    first = address(process.endpoint_of("generator", index))
+    return EngineClient(
+        f"generator-{index}",
+        first.url,
+        num_ranks=engine_ranks(config),
+        token=first.token,
+        limits=limits,
+        incarnation=first.incarnation,
+        locate=locate,
+    )
+
+
+def make_router(process: RoleProcess) -> Router:
+    """All engines of the attempt as one. A request waits for a replacement as long as that may take to come up."""
+    return Router(make_clients(process), wait_s=process.config.limits.start_s)

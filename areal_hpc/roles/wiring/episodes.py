@@ -20,7 +20,7 @@ from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
 from areal_hpc.protocols import Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
-from areal_hpc.roles.wiring.engines import dotted, make_clients
+from areal_hpc.roles.wiring.engines import dotted, make_router
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
@@ -70,7 +70,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
     dataset = open_dataset(config.prompts, "train", config.seed)
     renderer, workflow = ChatRenderer(config.model.path), make_workflow(config)
     pool = make_reward_pool(config)
-    router = Router(await asyncio.to_thread(make_clients, process))
+    router = await asyncio.to_thread(make_router, process)
     writer = RingWriter(
         process.run,
         process.epoch,
@@ -149,14 +149,14 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     config = process.config
     dataset = open_dataset(config.prompts, "eval", config.seed)
     pool = make_reward_pool(config)
-    router = Router(await asyncio.to_thread(make_clients, process))
+    router = await asyncio.to_thread(make_router, process)
     try:
         await pool.start()
         yield EvaluationParts(
             prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
             episodes=EpisodeRunner(
                 workflow=make_workflow(config),
-                generator=router,
+                generator=Pinned(router, lambda: _newest_version(process) or 0),
                 renderer=ChatRenderer(config.model.path),
                 score=pool.score,
                 config=evaluation_rollout(config),

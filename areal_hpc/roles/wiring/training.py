@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import make_clients
+from areal_hpc.roles.wiring.fleet import Fleet
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
 from areal_hpc.weights.broadcast import BroadcastTransport
@@ -83,14 +84,18 @@ class TrainerSide:
 
     reader: RingReader
     transport: WeightTransport
+    fleet: Fleet
+    """The engines that the transport serves, as they come and go."""
     clients: Sequence[EngineClient]
-    """Of the engines that the transport serves; whoever closes the transport closes them after it."""
+    """Of those engines; whoever closes the transport closes them after it."""
     identity: Mapping[str, Any]
     """What decides which prompt a position means; a checkpoint carries it."""
     journal: Journal
 
 
-def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> TrainerSide:
+def make_trainer_side(
+    process: RoleProcess, parent: Checkpoint | None, run: Callable[[Coroutine[Any, Any, Any]], Any]
+) -> TrainerSide:
     """Rank 0's ring and transport; the ring has read what earlier attempts left."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
@@ -110,12 +115,17 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None) -> Traine
     reader.write_start(start, identity["fingerprint"])
     journal = Journal(process.run, process.epoch)
     clients = make_clients(process)
+    transport = make_transport(process, clients)
+    fleet = Fleet(
+        clients,
+        transport,
+        run=run,
+        wait_s=config.limits.start_s,
+        stopping=process.stopping,
+        record=process.recorder.record,
+    )
     return TrainerSide(
-        reader=reader,
-        transport=make_transport(process, clients),
-        clients=clients,
-        identity=identity,
-        journal=journal,
+        reader=reader, transport=transport, fleet=fleet, clients=clients, identity=identity, journal=journal
     )
 
 

@@ -1,0 +1,184 @@
+"""Rank 0's engines in the course of a run: who takes part in updates, who came back, how long none may be there.
+
+    an engine's process dies        a publish names it, and goes on with those that are left
+    its launcher starts another     the endpoint names a new incarnation: the engine is behind
+    the trainer waits for groups    what is behind is caught up, alone, and takes part again
+    a publish comes first           what was replaced takes part in it
+    nobody is left                  publish waits for the first that comes, within limits.start_s
+
+An engine that failed an update and lives is tried again in growing pauses; what is wrong with it may pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
+from areal_hpc.protocols import WeightTarget, WeightTransport
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often the engines' endpoints are read at most."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
+"""Until an engine that failed is tried again: doubled each time that it fails."""
+
+
+class Engine(WeightTarget, Protocol):
+    """A weight target that may be started again elsewhere; ``EngineClient`` is one."""
+
+    def moved(self) -> object | None: ...
+
+    async def reach(self) -> None: ...
+
+
+class Fleet:
+    """The engines behind one transport.
+
+    Args:
+        run: runs a coroutine to its end.
+        wait_s: longest time in which nobody takes new weights.
+        stopping: whether nobody needs them any more.
+        record: takes ``("engine", values)`` whenever one is lost or is back.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        transport: WeightTransport,
+        *,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        wait_s: float,
+        stopping: Callable[[], bool],
+        record: Callable[[str, Mapping[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._engines, self._transport, self._run = list(engines), transport, run
+        self._wait_s, self._stopping, self._record = wait_s, stopping, record
+        self._clock, self._sleep = clock, sleep
+        self._next_look = 0.0
+        self._behind: list[Engine] = []
+        self._out: set[str] = set()  # who is known to be lost
+        self._pauses: dict[str, float] = {}  # of those that failed: until the next try
+        self._next_try: dict[str, float] = {}
+        self._since: float | None = None  # when a publish failed first, none having gone well since
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float] | None:
+        """Bring every engine that is there to ``version``; None if some were lost over it: publish again.
+
+        ``weights`` is read to its end.
+
+        Raises:
+            WaitTimeout: no engine came back in time; says what became of each.
+            WeightUpdateError: no try has gone well for so long.
+        """
+        self._since = self._clock() if self._since is None else self._since
+        try:
+            if not self._someone_is_there():
+                return {}
+            moved: Mapping[str, float] = self._run(self._transport.publish(version, weights))
+        except WeightUpdateError as error:
+            self._tell(version, up_to_date=False)
+            if self._clock() > self._since + self._wait_s:
+                raise
+            log.warning("version %d: %s", version, error)
+            return None
+        finally:
+            deque(weights, maxlen=0)
+        self._since = None
+        self._tell(version, up_to_date=True)
+        return moved
+
+    def behind(self) -> bool:
+        """Whether an engine can be reached that lacks the newest weights; ``catch_up`` is for it."""
+        if self._clock() < self._next_look:
+            return False
+        self._next_look = self._clock() + LOOK_S
+        self._behind = self._find(self._replaced() + self._due())
+        return bool(self._behind)
+
+    def catch_up(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Bring those engines to ``version``, which the others serve; who fails is tried again later.
+
+        ``weights`` is read to its end.
+        """
+        self._tell(version, up_to_date=False)
+        try:
+            self._run(self._transport.catch_up(version, weights, self._behind))
+        except WeightUpdateError as error:
+            log.warning("version %d: %s", version, error)
+            for engine in self._behind:
+                self._postpone(engine.name)
+        else:
+            self._tell(version, up_to_date=True)
+        finally:
+            deque(weights, maxlen=0)
+
+    def _someone_is_there(self) -> bool:
+        """Let in who was replaced, and if nobody is left wait for anybody; False if that is not needed any more."""
+        self._admit(self._find(self._replaced()))
+        deadline = self._clock() + self._wait_s
+        members = self._transport.membership
+        while not members.members:
+            if self._stopping():
+                return False
+            if self._clock() > deadline:
+                fates = "; ".join(f"{name}: {why}" for name, why in sorted(members.lost.items()))
+                raise WaitTimeout(
+                    f"waited {self._wait_s:g} s for an engine to take new weights, and none came back: {fates}"
+                )
+            self._sleep(LOOK_S)
+            self._admit(self._find(self._replaced() + [e for e in self._engines if e.name in members.lost]))
+        return True
+
+    def _admit(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            self._transport.membership.admit(engine)
+
+    def _replaced(self) -> list[Engine]:
+        """Engines whose process is another one now; what its predecessor had been told is void."""
+        replaced = [engine for engine in self._engines if engine.moved() is not None]
+        for engine in replaced:
+            self._transport.membership.dismiss(engine.name, "its process was replaced")
+        return replaced
+
+    def _due(self) -> list[Engine]:
+        lost, now = self._transport.membership.lost, self._clock()
+        return [e for e in self._engines if e.name in lost and self._next_try.get(e.name, 0.0) <= now]
+
+    def _find(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those of ``engines`` that can be reached."""
+        found = []
+        for engine in {engine.name: engine for engine in engines}.values():
+            try:
+                self._run(engine.reach())
+            except GenerationError as error:
+                self._transport.membership.dismiss(engine.name, str(error))
+                self._postpone(engine.name)
+            else:
+                found.append(engine)
+        return found
+
+    def _postpone(self, name: str) -> None:
+        pause = self._pauses[name] = min(LAST_PAUSE_S, 2 * self._pauses.get(name, FIRST_PAUSE_S / 2))
+        self._next_try[name] = self._clock() + pause
+
+    def _tell(self, version: int, *, up_to_date: bool) -> None:
+        """Record who has been lost, and, once all members have ``version``, who is back."""
+        lost = self._transport.membership.lost
+        for name in sorted(lost.keys() - self._out):
+            self._record("engine", {"engine": name, "event": "lost", "version": version, "reason": lost[name]})
+            self._postpone(name)
+        self._out |= lost.keys()
+        for name in sorted(self._out - lost.keys()) if up_to_date else ():
+            self._record("engine", {"engine": name, "event": "back", "version": version, "reason": ""})
+            self._out.remove(name)
+            self._pauses.pop(name, None)

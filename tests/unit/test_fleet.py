@@ -1,0 +1,272 @@
+"""Rank 0's engines as they die, come back and misbehave; the transport is a stub over a real membership."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
+from areal_hpc.roles.wiring.fleet import LAST_PAUSE_S, LOOK_S, Fleet
+from areal_hpc.weights.membership import Membership
+
+
+@dataclass
+class StubEngine:
+    """An engine in some process of its own: ``incarnation`` runs, ``known`` is the one that the trainer talks to."""
+
+    name: str
+    incarnation: int = 0
+    known: int = 0
+    alive: bool = True
+    fails: int = 0  # so many more updates
+    version: int = 0
+    num_ranks: int = 1
+    reached: int = 0
+
+    def die(self) -> None:
+        self.alive = False
+
+    def come_back(self) -> None:
+        self.alive, self.incarnation, self.version = True, self.incarnation + 1, 0
+
+    def moved(self) -> object | None:
+        return None if self.incarnation == self.known else self.incarnation
+
+    async def reach(self) -> None:
+        self.reached += 1
+        self.known = self.incarnation
+        if not self.alive:
+            raise GenerationError(f"{self.name} takes no connection")
+
+    async def take(self, version: int) -> None:
+        if not self.alive or self.known != self.incarnation:
+            raise WeightUpdateError(f"{self.name} does not answer")
+        if self.fails:
+            self.fails -= 1
+            raise WeightUpdateError(f"{self.name} did not take the weights")
+        self.version = version
+
+
+class StubTransport:
+    """Membership is the real one; an update is one call."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self.membership = Membership(engines, 10.0)
+        self.calls: list[str] = []
+
+    async def _update(self, membership: Membership, version: int) -> Mapping[str, float]:
+        membership.require()
+        await membership.all("take weights", lambda target: target.take(version))  # type: ignore[attr-defined]
+        return {"seconds": 1.0}
+
+    async def publish(self, version: int, weights: Iterable[Any]) -> Mapping[str, float]:
+        self.calls.append(f"publish {version} to {' '.join(target.name for target in self.membership.members)}")
+        return await self._update(self.membership, version)
+
+    async def catch_up(self, version: int, weights: Iterable[Any], targets: Sequence[Any]) -> Mapping[str, float]:
+        self.calls.append(f"catch up {version} {' '.join(target.name for target in targets)}")
+        with self.membership.catching_up(targets) as newcomers:
+            return await self._update(newcomers, version)
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class World:
+    """A fleet of two on a clock that only sleeping moves."""
+
+    num: int = 2
+    now: float = 0.0
+    stop: bool = False
+    records: list[tuple[str, str]] = field(default_factory=list)
+    plan: dict[int, Any] = field(default_factory=dict)  # so many sleeps from now -> what happens then
+    walked: int = 0
+
+    def __post_init__(self) -> None:
+        self.engines = [StubEngine(f"g{k}") for k in range(self.num)]
+        self.transport = StubTransport(self.engines)
+        self.fleet = Fleet(
+            self.engines,  # type: ignore[arg-type]
+            self.transport,
+            run=asyncio.run,
+            wait_s=30.0,
+            stopping=lambda: self.stop,
+            record=lambda _, values: self.records.append((values["engine"], values["event"])),
+            clock=lambda: self.now,
+            sleep=self.sleep,
+        )
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if happens := self.plan.pop(round(self.now), None):
+            happens()
+
+    def weights(self) -> Iterator[Any]:
+        self.walked += 1
+        yield "w", None
+
+    def publish(self, version: int) -> int:
+        """Publish until it goes well; how many tries that took."""
+        tries = 1
+        while self.fleet.publish(version, self.weights()) is None:
+            tries += 1
+        return tries
+
+    def look(self) -> bool:
+        self.now += LOOK_S
+        return self.fleet.behind()
+
+
+def test_a_publish_goes_on_with_the_engines_that_are_left() -> None:
+    world = World()
+    first, second = world.engines
+    first.die()
+    assert world.publish(1) == 2
+    assert (first.version, second.version) == (0, 1)
+    assert world.transport.calls == ["publish 1 to g0 g1", "publish 1 to g1"]
+    assert world.records == [("g0", "lost")]
+    assert world.walked == 2, "each try is a walk over the weights on every rank"
+
+
+def test_an_engine_that_was_replaced_takes_part_in_the_next_publish() -> None:
+    world = World()
+    first, _ = world.engines
+    first.die()
+    world.publish(1)
+    first.come_back()
+    assert world.publish(2) == 1
+    assert [engine.version for engine in world.engines] == [2, 2]
+    assert world.records == [("g0", "lost"), ("g0", "back")]
+
+
+def test_one_that_was_replaced_before_anybody_missed_it_costs_no_failed_publish() -> None:
+    world = World()
+    first, _ = world.engines
+    world.publish(1)
+    first.die()
+    first.come_back()
+    assert world.publish(2) == 1
+    assert first.version == 2
+
+
+def test_while_the_trainer_waits_a_replaced_engine_is_caught_up_alone() -> None:
+    world = World()
+    first, second = world.engines
+    world.publish(1)
+    assert not world.look()
+    first.die()
+    first.come_back()
+    assert world.look()
+    world.fleet.catch_up(1, world.weights())
+    assert world.transport.calls[-1] == "catch up 1 g0"
+    assert [engine.version for engine in world.engines] == [1, 1]
+    assert not world.look()
+    second.die()
+    assert world.publish(2) == 2
+    assert first.version == 2
+
+
+def test_one_that_dies_again_before_it_was_caught_up_is_waited_for_by_nobody() -> None:
+    world = World()
+    first, _ = world.engines
+    world.publish(1)
+    first.die()
+    first.come_back()
+    first.die()
+    assert not world.look()
+    assert world.publish(2) == 1
+    assert world.transport.calls[-1] == "publish 2 to g1"
+    first.come_back()
+    assert world.look()
+
+
+def test_one_that_fails_its_catching_up_is_tried_again_in_growing_pauses() -> None:
+    world = World()
+    first, _ = world.engines
+    world.publish(1)
+    first.die()
+    first.come_back()
+    first.fails = 7
+    tries = []
+    while first.version == 0:
+        if world.look():
+            tries.append(world.now)
+            world.fleet.catch_up(1, world.weights())
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 4.0
+    assert pauses[-1] <= LAST_PAUSE_S + LOOK_S
+    assert len(tries) == 8
+    assert world.records == [("g0", "lost"), ("g0", "back")], "it was lost once, however often it was tried"
+
+
+def test_one_that_lives_and_failed_an_update_is_caught_up_too() -> None:
+    world = World()
+    first, _ = world.engines
+    first.fails = 1
+    assert world.publish(1) == 2
+    while not world.look():
+        assert world.now < 10
+    world.fleet.catch_up(1, world.weights())
+    assert first.version == 1
+
+
+def test_endpoints_are_read_once_a_second_at_most() -> None:
+    world = World()
+    first, _ = world.engines
+    world.publish(1)
+    first.come_back()
+    world.now += LOOK_S
+    assert world.fleet.behind()
+    world.fleet.catch_up(1, world.weights())
+    first.come_back()
+    assert not world.fleet.behind()
+    world.now += LOOK_S
+    assert world.fleet.behind()
+
+
+def test_without_an_engine_a_publish_waits_for_the_first_that_comes() -> None:
+    world = World(num=1)
+    (only,) = world.engines
+    only.die()
+    world.plan[5] = only.come_back
+    assert world.publish(1) == 2
+    assert only.version == 1
+    assert 5 <= world.now <= 7
+    assert world.transport.calls == ["publish 1 to g0", "publish 1 to g0"]
+
+
+def test_without_an_engine_a_publish_waits_no_longer_than_the_limit_and_says_for_whom() -> None:
+    world = World()
+    for engine in world.engines:
+        engine.die()
+    said = (
+        r"waited 30 s for an engine to take new weights, and none came back: g0: g0 takes no connection; g1: g1 takes"
+    )
+    with pytest.raises(WaitTimeout, match=said):
+        world.publish(1)
+    assert 30 <= world.now <= 33
+
+
+def test_a_run_that_stops_needs_no_engine() -> None:
+    """The step that was trained is committed all the same."""
+    world = World(num=1)
+    world.engines[0].die()
+    world.plan[2] = lambda: setattr(world, "stop", True)
+    assert world.publish(1) == 2
+    assert world.now <= 3
+    assert world.walked == 2, "the other ranks walk over the weights in any case"
+
+
+def test_an_engine_that_never_takes_an_update_does_not_keep_the_trainer_for_ever() -> None:
+    world = World(num=1)
+    (only,) = world.engines
+    only.fails = 10**6
+    with pytest.raises(WeightUpdateError, match="g0 did not take the weights"):
+        world.publish(1)
+    assert world.now <= 30 + 2 * LOOK_S
