@@ -158,7 +158,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
-    from areal_hpc.roles.launcher import stop_run
+    from areal_hpc.roles.stopping import stop_run
 
     print(f"{options.run_dir}: {stop_run(RunDir.open(options.run_dir), options.timeout)}")
     return 0

@@ -14,6 +14,7 @@
     ├── RewardError                   a reward function raised, hung, or returned no finite number
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
     └── RoleDied                      a process of the run ended; names it, its exit code and its last lines
+        └── TrainerDied               it was a trainer rank: the attempt is over, and another one may go on
 
 All are picklable: they are built from one message, so they cross process borders unchanged.
 """
@@ -75,3 +76,7 @@ class RewardRaised(RewardError):
 
 class RoleDied(ArealError):
     """A process of this run ended before the run did."""
+
+
+class TrainerDied(RoleDied):
+    """A trainer rank ended before the run did, and with it the attempt."""

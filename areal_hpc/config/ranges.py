@@ -77,6 +77,9 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.start_s": "(0, inf)",
     "limits.starve_s": "(0, inf)",
     "limits.weight_update_s": "(0, inf)",
+    "limits.restarts": "[0, inf)",
+    "limits.restart_window_s": "(0, inf)",
+    "limits.attempts": "[0, inf)",
     "limits.stop_s": "(2, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""

@@ -369,6 +369,12 @@ class LimitsConfig:
     """Longest time the trainer waits for a full batch."""
     weight_update_s: float = 120.0
     """Longest time for one weight update to reach every engine."""
+    restarts: int = 3
+    """How often one generator, rollout worker or evaluator is started again in `restart_window_s`; 0 is never."""
+    restart_window_s: float = 600.0
+    """See `restarts`; a process that dies more often ends the run."""
+    attempts: int = 3
+    """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
     stop_s: float = 10.0
     """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""
 

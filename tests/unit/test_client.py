@@ -444,7 +444,7 @@ def test_H17_a_client_follows_its_engine_to_where_it_was_started_again() -> None
                 await client.load_bucket("g", SPECS)
                 await client.resume(7)
                 assert await client.probe() == 7
-            with pytest.raises(EngineRefused):
+            with pytest.raises(EngineLost):
                 await client.generate(request())
             address.append(Address(url=new_url, incarnation=1))
             assert client.moved() == address[-1]

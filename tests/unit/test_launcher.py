@@ -24,7 +24,8 @@ from areal_hpc.errors import DataError, RoleDied, RunDirError
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import launcher
-from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, Signals, run_local, stop_run
+from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, run_local
+from areal_hpc.roles.stopping import Signals, stop_run
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

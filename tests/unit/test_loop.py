@@ -319,7 +319,7 @@ def test_weights_that_are_overwritten_cannot_be_given_to_an_engine_that_comes_ba
     world = World()
     world.ring.reader.may_publish = lambda version: version.step != 1  # type: ignore[method-assign]
     world.loop.behind = lambda: world.loop.step == 1
-    with pytest.raises(WeightUpdateError, match="needs the weights of version 0, .* a new attempt makes them again"):
+    with pytest.raises(WeightUpdateError, match=r"needs the weights of version 0, .* a new attempt makes them again"):
         world.run()
     assert world.calls[-1] == "journal 1"
 

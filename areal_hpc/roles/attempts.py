@@ -1,0 +1,152 @@
+"""The attempts of one ``areal-hpc run``: each has an epoch of its own and goes on from the newest checkpoint.
+
+    claim an epoch ── start, watch and end its processes ── done, or stopped ── that is how the run went
+          ↑                                  │
+          └──── limits.attempts allows ──────┘ a trainer rank died
+
+Attempts that commit new steps may go on for ever. A person's mistake, a process that is started again too often, a stop
+request or another owner end the run whatever the limit says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.accelerator import REPRODUCIBLE
+from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start
+from areal_hpc.checkpoint import CHECKPOINT_NAME
+from areal_hpc.cluster.local import LocalLauncher
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.describe import dump
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import TrainerDied
+from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
+from areal_hpc.report import LiveConsole
+from areal_hpc.roles.restarts import attempts_in_vain, goes_on
+from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
+from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
+from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
+
+log = logging.getLogger(__name__)
+
+Record = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempts:
+    """One start of a run, from its first attempt to its last."""
+
+    run: RunDir
+    config: Config
+    console: LiveConsole
+    signals: Signals
+    progress: list[bool] = field(default_factory=list)
+    """Of each attempt that failed, whether it had committed a new step."""
+    reason: str = ""
+    """Why the last one failed."""
+
+    def go(self, *, after: int) -> str:
+        """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.
+
+        Raises:
+            RunDirError: somebody else has started the run at the same moment.
+            TrainerDied, RoleDied, Fenced: the run has failed.
+        """
+        epoch, outcome = after, RESTARTING
+        while outcome == RESTARTING:
+            owner = Owner.this_process().record()
+            epoch = claim_epoch(self.run, owner, after=epoch)
+            outcome = self._attempt(epoch, owner)
+        return outcome
+
+    def _attempt(self, epoch: int, owner: Mapping[str, Any]) -> str:
+        """Run attempt ``epoch``; whatever happens, its state does not stay "running"."""
+        attempt = self.run.attempt(epoch).create()
+        outcome = "failed"
+        publish_json(attempt.state, {"state": RUNNING, **owner})
+        with closing(Recorder(attempt.records("launcher", 0), role="launcher", index=0, epoch=epoch)) as recorder:
+            try:
+                publish(self.run.config, dump(self.config).encode())
+                create_exclusive(self.run.token, secrets.token_urlsafe(32).encode())
+                if self.reason:
+                    recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
+                outcome = self.supervise(epoch, recorder.record)
+            except TrainerDied as died:
+                self._require_another(epoch, died)
+                outcome = RESTARTING
+            finally:
+                publish_json(attempt.state, {"state": outcome, **owner})
+                recorder.record("run", {"event": outcome})
+        return outcome
+
+    def _require_another(self, epoch: int, died: TrainerDied) -> None:
+        """Note that attempt ``epoch`` has failed.
+
+        Raises:
+            Fenced: a newer attempt owns the run.
+            TrainerDied: somebody asked for a stop, or too many attempts in a row came to nothing.
+        """
+        check_fence(self.run, epoch)
+        self.progress.append(committed_a_step(self.run, epoch))
+        self.reason = str(died).partition("; ")[0]
+        limit = self.config.limits.attempts
+        if limit == 0 or is_asked_to_stop(self.run.attempt(epoch), self.signals):
+            raise died
+        if not goes_on(self.progress, limit):
+            in_vain = attempts_in_vain(self.progress)
+            raise TrainerDied(f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}") from died
+        log.warning("%s; attempt %d goes on from the newest checkpoint", self.reason, epoch + 1)
+
+    def supervise(self, epoch: int, record: Record) -> str:
+        """Start every role of attempt ``epoch``, watch them, end them; how it went.
+
+        Raises:
+            TrainerDied, RoleDied, Fenced: see ``Supervisor.watch``; every process has ended.
+        """
+        config, attempt = self.config, self.run.attempt(epoch)
+        threads = {"trainer": config.trainer.threads, "generator": config.generation.threads}
+        launcher = LocalLauncher(self.run, epoch, threads, REPRODUCIBLE if config.deterministic else {})
+        records = RecordReader(attempt.telemetry)
+        trackers = Trackers(open_sinks(config.telemetry, self.run))
+
+        def show() -> None:
+            for one in records.poll():
+                trackers.follow(one)
+                self.console.feed([one])
+            self.console.feed([])
+
+        supervisor = Supervisor(
+            launcher,
+            config.limits,
+            stop=lambda: is_asked_to_stop(attempt, self.signals),
+            show=show,
+            record=record,
+            check_fence=lambda: check_fence(self.run, epoch),
+        )
+        with closing(trackers):
+            try:
+                supervisor.start(roles_of(config))
+                outcome = supervisor.watch()
+            finally:
+                ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.count > 1)
+                show()
+        if outcome == "stopped" and self.signals.count > 1:
+            return "aborted"
+        if outcome == "stopped":
+            judge_stopped(launcher, ended)
+        return outcome
+
+
+def committed_a_step(run: RunDir, epoch: int) -> bool:
+    """Whether attempt ``epoch`` has committed a later step than the one that it began with."""
+    start = read_start(run, epoch)
+    if start is None:
+        return False
+    names = (CHECKPOINT_NAME.fullmatch(name) for name in os.listdir(run.checkpoints))
+    return any(int(name[2]) == epoch and int(name[1]) > start.version.step for name in names if name is not None)

@@ -1,0 +1,83 @@
+"""Requests to stop a run: signals to its launcher, or a file in the run directory from anywhere that sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from areal_hpc.buffer.epochs import claimed_by
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.errors import RunDirError
+from areal_hpc.fs import AttemptDir, RunDir, publish, read_if_listed
+
+RUNNING, RESTARTING = "running", "restarting"
+ALIVE = (RUNNING, RESTARTING)
+"""States of an attempt whose launcher goes on, with this attempt or the next."""
+LOOK_S = 0.25
+
+
+@dataclass(slots=True)
+class Signals:
+    """Requests to stop as a count: the first asks for a checkpoint and an end, the second for an end at once."""
+
+    count: int = 0
+    previous: dict[int, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> Signals:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup(1) asked to outlive the terminal
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            self.previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def is_asked_to_stop(attempt: AttemptDir, signals: Signals) -> bool:
+    return signals.count > 0 or attempt.stop_request.name in os.listdir(attempt.root)
+
+
+def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:
+    """What an attempt says of itself, and whose it is; one that has said nothing yet is running."""
+    state = read_if_listed(run.attempt(epoch).state) or {"state": RUNNING, **claimed_by(run, epoch)}
+    return str(state["state"]), Owner.from_record(state)
+
+
+def stop_run(run: RunDir, timeout_s: float) -> str:
+    """Ask the newest attempt to stop and wait until it has; the state it ended in, "dead" if its launcher is gone.
+
+    A launcher between two attempts is asked again in the second.
+
+    Raises:
+        RunDirError: there is nothing to stop, or it did not stop in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = None
+    while True:
+        attempt = run.newest_attempt()
+        if attempt is None:
+            raise RunDirError(f"{run.root} has never been started; nothing to stop")
+        state, owner = state_of(run, attempt.epoch)
+        if state not in ALIVE:
+            return state
+        if owner.is_gone():
+            return "dead"
+        if asked != attempt:
+            publish(attempt.stop_request, b"{}")
+            asked = attempt
+        if time.monotonic() > deadline:
+            raise RunDirError(
+                f"{run.root}: process {owner.pid} on {owner.host} did not stop in {timeout_s:g} s; wait longer with "
+                "--timeout, or end that process"
+            )
+        time.sleep(LOOK_S)

@@ -1,0 +1,161 @@
+"""One attempt's processes, from their start to their end.
+
+start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint
+watch       a generator, rollout worker or evaluator that dies is replaced, within limits.restarts;
+            a trainer rank that dies ends the attempt; so does anybody's mistake in the configuration
+end         trainers first (they commit), then the rest, within limits.stop_s, by pid
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from areal_hpc.cluster.local import Ended, LocalLauncher
+from areal_hpc.config.schema import Config, LimitsConfig
+from areal_hpc.errors import RoleDied, TrainerDied
+from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.roles.restarts import pause_before_restart
+
+WATCH_S = 0.25
+FINISHING = ("trainer", "evaluator")
+"""Roles that end by themselves when the run is done."""
+
+
+def roles_of(config: Config) -> dict[str, int]:
+    """How many processes of each role a run has."""
+    return {
+        "generator": config.generation.replicas,
+        "rollout": config.rollout.workers,
+        "trainer": config.trainer.ranks,
+        "evaluator": 1 if config.evaluation.every_steps else 0,
+    }
+
+
+class Supervisor:
+    """Starts, watches and replaces the processes of one attempt.
+
+    Args:
+        stop: whether somebody asked for a stop.
+        show: called several times a second.
+        record: takes ``("restart", values)`` for each process that is replaced.
+        check_fence: raises Fenced when a newer attempt owns the run; asked before anything is started again.
+    """
+
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        limits: LimitsConfig,
+        *,
+        stop: Callable[[], bool],
+        show: Callable[[], None],
+        record: Callable[[str, Mapping[str, Any]], None],
+        check_fence: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._launcher, self._limits = launcher, limits
+        self._stop, self._show, self._record, self._check_fence = stop, show, record, check_fence
+        self._clock = clock
+        self._deaths: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._due: dict[tuple[str, int], float] = {}  # who is started again, and when
+
+    def start(self, roles: Mapping[str, int]) -> None:
+        for role, count in roles.items():
+            for index in range(count):
+                if not self._stop():
+                    self._launcher.start(role, index)
+
+    def watch(self) -> str:
+        """Until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
+
+        Raises:
+            TrainerDied: a trainer rank ended too early; another attempt may go on.
+            RoleDied: somebody ended too early who is not to be started again.
+            Fenced: a newer attempt owns the run.
+        """
+        while not self._stop():
+            self.judge(self._launcher.died())
+            self._start_due()
+            self._show()
+            if not any(role in FINISHING for role, _ in [*self._launcher.running, *self._due]):
+                return "finished"
+            time.sleep(WATCH_S)
+        return "stopped"
+
+    def judge(self, ended: Sequence[Ended]) -> None:
+        """A trainer or evaluator may be done; whatever else ends is replaced, or ends the attempt.
+
+        Of several that ended together, one that a signal killed is the likelier cause.
+
+        Raises:
+            TrainerDied, RoleDied, Fenced: as ``watch``.
+        """
+        early = [one for one in ended if not (one.role in FINISHING and one.code == EXIT_DONE)]
+        if not early:
+            return
+        for one in early:
+            if one.code == EXIT_USER_ERROR:
+                raise RoleDied(obituary(self._launcher, one))
+        if any(one.role == "trainer" for one in early):
+            raise TrainerDied(obituary(self._launcher, min(early, key=lambda one: one.code >= 0)))
+        self._check_fence()
+        for one in early:
+            self._replace(one)
+
+    def _replace(self, ended: Ended) -> None:
+        """Have it started again, at once or after a pause.
+
+        Raises:
+            RoleDied: it has died too often.
+        """
+        limits, now = self._limits, self._clock()
+        deaths = self._deaths[ended.role, ended.index]
+        deaths.append(now)
+        pause = pause_before_restart(deaths, limits.restarts, limits.restart_window_s)
+        if pause is None and limits.restarts:
+            often = f"{limits.restarts} times in {limits.restart_window_s:g} s (limits.restarts)"
+            raise RoleDied(f"{ended.name} was started again {often}, and died again: {obituary(self._launcher, ended)}")
+        if pause is None:
+            raise RoleDied(obituary(self._launcher, ended))
+        self._due[ended.role, ended.index] = now + pause
+        self._record("restart", {"process": ended.name, "reason": how(ended), "pause_s": pause})
+
+    def _start_due(self) -> None:
+        for key in [key for key, when in self._due.items() if when <= self._clock()]:
+            del self._due[key]
+            self._launcher.start(*key)
+
+
+def judge_stopped(launcher: LocalLauncher, ended: Sequence[Ended]) -> None:
+    """Nothing if the trainer that commits stopped, or had not begun yet (SIGTERM found no handler).
+
+    Raises:
+        RoleDied: it did not, so there may be no checkpoint of the last steps.
+    """
+    for one in ended:
+        if (one.role, one.index) != ("trainer", 0) or one.code in (EXIT_DONE, EXIT_STOPPED, -signal.SIGTERM):
+            continue
+        if one.code == -signal.SIGKILL:
+            raise RoleDied(
+                f"{one.name} did not end within limits.stop_s and was killed; the run goes on from its last checkpoint "
+                "with --resume. Raise limits.stop_s if a checkpoint takes longer"
+            )
+        raise RoleDied(obituary(launcher, one))
+
+
+def how(ended: Ended) -> str:
+    """How a process ended, in words."""
+    if ended.code >= 0:
+        return f"exit code {ended.code}"
+    return f"signal {-ended.code} ({signal.Signals(-ended.code).name})"
+
+
+def obituary(launcher: LocalLauncher, ended: Ended) -> str:
+    """Who ended, how, and the last lines of its log."""
+    log_path = launcher.attempt.log(ended.role, ended.index)
+    lines = launcher.last_lines(ended.role, ended.index)
+    end = f"ends with:\n{lines}" if lines else "is empty"
+    return f"{ended.name} ended with {how(ended)}; its log {log_path} {end}"
