@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self, TextIO
 
 from areal_hpc.report.drops import WARN_AFTER
-from areal_hpc.report.progress import Progress, evaluation_text
+from areal_hpc.report.progress import Progress, evaluation_text, restart_text
 from areal_hpc.report.text import duration
 from areal_hpc.telemetry import Record
 
@@ -59,7 +59,7 @@ class LiveConsole:
 
 
 class _Lines:
-    """One line a step, an evaluation, and a warning; no escape codes, ASCII only."""
+    """One line a step, an evaluation, a warning, and whatever was started again; no escape codes, ASCII only."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -73,6 +73,8 @@ class _Lines:
         self._warn(progress)
         if record.kind == "evaluation":
             self._write(f"evaluation {evaluation_text(record)}")
+        elif record.kind == "restart":
+            self._write(restart_text(record))
         self._has_news |= record.kind == "step" and record.number("step") is not None
 
     def _warn(self, progress: Progress) -> None:

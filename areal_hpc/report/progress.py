@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from areal_hpc.report.drops import Drops
 from areal_hpc.report.text import count, duration, number, percent
@@ -26,6 +26,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=WINDOW)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
         self._engines: dict[int, Record] = {}
+        self._restarts = Counter[str]()
 
     def feed(self, record: Record) -> None:
         """Take in one record of any kind; those that say nothing of progress only move ``last_time``."""
@@ -40,6 +41,8 @@ class Progress:
             self.evaluation = record
         elif record.kind == "generation":
             self._engines[record.index] = record
+        elif record.kind == "restart":
+            self._restarts[str(record.values.get("process"))] += 1
 
     def latest(self, key: str) -> float | None:
         """``key`` of the newest step."""
@@ -87,7 +90,11 @@ class Progress:
             "ring": f"{percent(self.latest('ring_fill'))} full",
             "dropped": self.drops.text(),
             "weights": f"version {count(self.latest('version'))}",
+            **({"restarts": self._restarts_text()} if self._restarts else {}),
         }
+
+    def _restarts_text(self) -> str:
+        return ", ".join(f"{process} {times}" for process, times in sorted(self._restarts.items()))
 
     def step_text(self) -> str:
         return f"{count(self.step)} of {count(self.total_steps)}"
@@ -106,6 +113,14 @@ class Progress:
             f"{duration(elapsed_s)} elapsed, {duration(self.remaining_s)} left",
         )
         return " | ".join(parts)
+
+
+def restart_text(restart: Record) -> str:
+    """Who died, how, and what follows: the process again, or the run's next attempt."""
+    process, reason, pause_s = restart.values.get("process"), restart.values.get("reason"), restart.number("pause_s")
+    if process == "run":
+        return f"{reason}; attempt {restart.epoch} goes on from the newest checkpoint"
+    return f"{reason}; it is started again" + (f" in {number(pause_s)} s" if pause_s else "")
 
 
 def evaluation_text(evaluation: Record | None) -> str:

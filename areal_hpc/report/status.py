@@ -13,17 +13,23 @@ from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
+from areal_hpc.roles.heartbeat import watch_pulses
+from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.telemetry import RecordReader
 
 CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")
-ROLES = ("trainer", "evaluator", "generator", "rollout")
+ROLES = ("trainer", "evaluator", "generator", "rollout", "launcher")
 """Whose records tell the status."""
 LAST_BYTES = 64 * 1024
 """How much of the end of each file is read: far more than the last ten records of a trainer."""
 
 
-def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]:
-    """What ``areal-hpc status`` prints, a line each."""
+def status_lines(
+    run: RunDir,
+    now: Callable[[], float] = time.time,
+    watch: Callable[[AttemptDir], Mapping[str, str]] = watch_pulses,
+) -> list[str]:
+    """What ``areal-hpc status`` prints, a line each. Of a run that goes on, it looks for a moment who is alive."""
     attempts = run.all_attempts()
     if not attempts:
         return _aligned({"run": run.root.name, "state": "not started"})
@@ -46,6 +52,7 @@ def status_lines(run: RunDir, now: Callable[[], float] = time.time) -> list[str]
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
             "checkpoints": _checkpoints_text(run),
+            **_processes(attempts[-1], watch),
         }
     )
 
@@ -66,17 +73,29 @@ def _progress(attempt: AttemptDir, total_steps: int | None) -> Progress:
     return progress
 
 
+def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, str]]) -> dict[str, str]:
+    """Who is alive, has ended, or says nothing: for an attempt whose launcher may be alive."""
+    state = read_if_listed(attempt.state)
+    if state is None or state["state"] not in ALIVE or Owner.from_record(state).is_gone():
+        return {}
+    by_state: dict[str, list[str]] = {}
+    for name, pulse in sorted(watch(attempt).items()):
+        by_state.setdefault(pulse, []).append(name)
+    texts = [f"{', '.join(names)} {pulse}" for pulse, names in sorted(by_state.items())]
+    return {"processes": "; ".join(texts) or "none has come up yet"}
+
+
 def _state_text(attempt: AttemptDir) -> str:
     state: dict[str, Any] | None = read_if_listed(attempt.state)
     if state is None:
         return "starting, no state file yet"
     text = str(state["state"])
-    if text != "running":
+    if text not in ALIVE:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
     if not owner.is_gone():
-        return f"running, {where}"
+        return f"{text}, {where}"
     return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
 
 

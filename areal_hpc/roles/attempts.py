@@ -10,7 +10,6 @@ request or another owner end the run whatever the limit says.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -32,8 +31,6 @@ from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
-
-log = logging.getLogger(__name__)
 
 Record = Callable[[str, Mapping[str, Any]], None]
 
@@ -101,7 +98,6 @@ class Attempts:
         if not goes_on(self.progress, limit):
             in_vain = attempts_in_vain(self.progress)
             raise TrainerDied(f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}") from died
-        log.warning("%s; attempt %d goes on from the newest checkpoint", self.reason, epoch + 1)
 
     def supervise(self, epoch: int, record: Record) -> str:
         """Start every role of attempt ``epoch``, watch them, end them; how it went.

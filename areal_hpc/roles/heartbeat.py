@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,9 @@ from areal_hpc.fs import AttemptDir, publish_json
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_NAME = re.compile(r"([a-z]+)-(\d+)\.json")
 BEAT_S = 2.0
+LOOK_S = 0.1
 SILENT_S = 6.0
 """A process that has not beaten for so long is called silent: three beats."""
 LAST_BEAT_S = 5.0
@@ -108,3 +111,24 @@ class Pulse:
     def silent_s(self) -> float:
         """Seconds, by the reader's clock, since the heartbeat last changed or since the first look."""
         return self._clock() - self._changed
+
+
+def watch_pulses(
+    attempt: AttemptDir,
+    *,
+    limit_s: float = SILENT_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> dict[str, str]:
+    """Every process of an attempt as "alive", "ended" or "silent"; looks until all have moved, ``limit_s`` at most."""
+    began = clock()
+    pulses: dict[str, Pulse] = {}
+    while True:
+        for name in sorted(os.listdir(attempt.heartbeats)):
+            if match := HEARTBEAT_NAME.fullmatch(name):
+                pulse = pulses.setdefault(name.removesuffix(".json"), Pulse(clock))
+                pulse.see(read_heartbeat(attempt, match[1], int(match[2])))
+        if all(pulse.moved or pulse.ended for pulse in pulses.values()) or clock() - began >= limit_s:
+            break
+        sleep(LOOK_S)
+    return {name: "ended" if p.ended else "alive" if p.moved else "silent" for name, p in pulses.items()}

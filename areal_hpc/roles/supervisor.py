@@ -121,7 +121,7 @@ class Supervisor:
         if pause is None:
             raise RoleDied(obituary(self._launcher, ended))
         self._due[ended.role, ended.index] = now + pause
-        self._record("restart", {"process": ended.name, "reason": how(ended), "pause_s": pause})
+        self._record("restart", {"process": ended.name, "reason": fate(ended), "pause_s": pause})
 
     def _start_due(self) -> None:
         for key in [key for key, when in self._due.items() if when <= self._clock()]:
@@ -146,16 +146,15 @@ def judge_stopped(launcher: LocalLauncher, ended: Sequence[Ended]) -> None:
         raise RoleDied(obituary(launcher, one))
 
 
-def how(ended: Ended) -> str:
-    """How a process ended, in words."""
+def fate(ended: Ended) -> str:
+    """Who ended, and how."""
     if ended.code >= 0:
-        return f"exit code {ended.code}"
-    return f"signal {-ended.code} ({signal.Signals(-ended.code).name})"
+        return f"{ended.name} ended with exit code {ended.code}"
+    return f"{ended.name} ended with signal {-ended.code} ({signal.Signals(-ended.code).name})"
 
 
 def obituary(launcher: LocalLauncher, ended: Ended) -> str:
     """Who ended, how, and the last lines of its log."""
     log_path = launcher.attempt.log(ended.role, ended.index)
     lines = launcher.last_lines(ended.role, ended.index)
-    end = f"ends with:\n{lines}" if lines else "is empty"
-    return f"{ended.name} ended with {how(ended)}; its log {log_path} {end}"
+    return f"{fate(ended)}; its log {log_path} " + (f"ends with:\n{lines}" if lines else "is empty")

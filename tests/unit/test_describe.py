@@ -136,6 +136,9 @@ checkpoint.keep: int
 limits.start_s: float
 limits.starve_s: float
 limits.weight_update_s: float
+limits.restarts: int
+limits.restart_window_s: float
+limits.attempts: int
 limits.stop_s: float
 cluster.shape: local
 telemetry.sinks: list of tensorboard | wandb

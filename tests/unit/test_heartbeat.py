@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.fs import AttemptDir, RunDir
+from areal_hpc.fs import AttemptDir, RunDir, publish_json
 from areal_hpc.roles import heartbeat as module
 from areal_hpc.roles.heartbeat import Pulse, beating, read_heartbeat
 
@@ -109,3 +109,28 @@ def test_a_single_look_proves_nothing() -> None:
     assert (pulse.moved, pulse.silent_s()) == (False, 3.0)
     pulse.see(beat(8, ended=True))
     assert (pulse.moved, pulse.ended) == (True, True)
+
+
+def test_C36_G10_a_watch_ends_as_soon_as_all_have_moved_and_names_who_has_not(attempt: AttemptDir) -> None:
+    clock = Clock()
+    beats = {"trainer-0": 5, "generator-0": 9, "rollout-0": 3}
+
+    def publish(dead: set[str]) -> None:
+        for name, counter in beats.items():
+            moved = 0 if name in dead else int(clock.now // module.BEAT_S)
+            role, _, index = name.rpartition("-")
+            publish_json(attempt.heartbeat(role, int(index)), beat(counter + moved, ended=name == "rollout-0"))
+
+    def watch(dead: set[str]) -> dict[str, str]:
+        def sleep(seconds: float) -> None:
+            clock.now += seconds
+            publish(dead)
+
+        publish(dead)
+        return module.watch_pulses(attempt, clock=clock, sleep=sleep)
+
+    assert watch(set()) == {"trainer-0": "alive", "generator-0": "alive", "rollout-0": "ended"}
+    assert clock.now <= module.BEAT_S + 2 * module.LOOK_S
+    began = clock.now
+    assert watch({"generator-0"}) == {"trainer-0": "alive", "generator-0": "silent", "rollout-0": "ended"}
+    assert module.SILENT_S <= clock.now - began <= 15.0

@@ -7,25 +7,23 @@ import io
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, newest_epoch, write_start
-from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import keys
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import DataError, RoleDied, RunDirError
+from areal_hpc.errors import DataError, Fenced, RoleDied, RunDirError, TrainerDied
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
-from areal_hpc.roles import launcher
+from areal_hpc.roles import attempts, launcher
+from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, run_local
-from areal_hpc.roles.stopping import Signals, stop_run
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -46,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that end at once, well, and without a look at model and data."""
     monkeypatch.setattr(launcher, "preflight", lambda _: None)
-    monkeypatch.setattr(launcher, "_supervise", lambda *_: "finished")
+    monkeypatch.setattr(Attempts, "supervise", lambda *_: "finished")
     monkeypatch.setattr(launcher, "write_report", lambda _: None)
 
 
@@ -54,9 +52,9 @@ def start(config: Config, *, resume: bool = False, takeover: bool = False) -> in
     return run_local(config, resume=resume, takeover=takeover, console=LiveConsole(3, io.StringIO()))
 
 
-def begin(run: RunDir, epoch: int = 1) -> None:
+def begin(run: RunDir, epoch: int = 1, step: int = 0) -> None:
     """What the trainer writes when an attempt really begins."""
-    version = WeightVersion(epoch, 0)
+    version = WeightVersion(epoch, step)
     write_start(run, epoch, StartRecord(parent=None, version=version, consumed=Watermark(), fingerprint="f"))
 
 
@@ -77,7 +75,7 @@ def test_an_attempt_is_running_while_it_runs_and_then_what_it_came_to(
         seen.append((state_of(run), run.config.is_file(), run.token.is_file()))
         return outcome
 
-    monkeypatch.setattr(launcher, "_supervise", supervise)
+    monkeypatch.setattr(Attempts, "supervise", supervise)
     assert start(config) == code
     assert seen == [("running", True, True)]
     assert state_of(run) == outcome
@@ -85,7 +83,7 @@ def test_an_attempt_is_running_while_it_runs_and_then_what_it_came_to(
     assert json.loads(line)["event"] == outcome
 
 
-@pytest.mark.parametrize("failing", ["_supervise", "publish", "create_exclusive"])
+@pytest.mark.parametrize("failing", ["supervise", "publish", "create_exclusive"])
 @pytest.mark.parametrize("error", [RoleDied("x"), OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_no_exception_leaves_an_attempt_running(
     failing: str, error: BaseException, config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +91,7 @@ def test_no_exception_leaves_an_attempt_running(
     def fail(*_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(launcher, failing, fail)
+    monkeypatch.setattr(Attempts if failing == "supervise" else attempts, failing, fail)
     with pytest.raises(type(error)):
         start(config)
     assert state_of(run) == "failed"
@@ -110,6 +108,128 @@ def test_what_the_preflight_finds_leaves_nothing(config: Config, run: RunDir, mo
     assert not run.root.exists()
 
 
+# What follows an attempt that failed
+
+
+class Dying:
+    """Attempts whose trainer dies, each after the checkpoints of ``commits`` steps; then one that finishes."""
+
+    def __init__(self, run: RunDir, commits: list[list[int]]) -> None:
+        self.run, self.commits = run, commits
+        self.epochs: list[int] = []
+        self.recorded: list[tuple[str, dict[str, Any]]] = []
+        self.also: Callable[[int], Any] = lambda epoch: None
+
+    def supervise(self, epoch: int, record: Any) -> str:
+        assert state_of(self.run, epoch) == "running"
+        self.epochs.append(epoch)
+        if not self.commits:
+            return "finished"
+        steps = self.commits.pop(0)
+        begin(self.run, epoch, step=max(self.steps(), default=0))
+        for step in steps:
+            (self.run.checkpoints / f"step-{step:08d}.e{epoch:08d}").mkdir()
+        self.also(epoch)
+        raise TrainerDied("trainer-0 ended with signal 9 (SIGKILL); its log x ends with:\nline 1\nline 2")
+
+    def steps(self) -> list[int]:
+        return [int(path.name[5:13]) for path in self.run.checkpoints.iterdir()]
+
+
+@pytest.fixture
+def dying(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[list[int]]], Dying]:
+    def make(commits: list[list[int]]) -> Dying:
+        made = Dying(run, commits)
+        monkeypatch.setattr(Attempts, "supervise", made.supervise)
+        return made
+
+    return make
+
+
+def test_a_trainer_that_died_is_followed_by_the_next_attempt(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[], []])
+    assert start(config) == 0
+    assert made.epochs == [1, 2, 3]
+    assert [state_of(run, epoch) for epoch in (1, 2, 3)] == ["restarting", "restarting", "finished"]
+    lines = [json.loads(line) for line in run.attempt(2).records("launcher", 0).read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["restart", "run"]
+    assert lines[0]["reason"] == "trainer-0 ended with signal 9 (SIGKILL)"
+
+
+def test_attempts_in_a_row_that_commit_nothing_are_bounded_and_said(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[], [4, 8], [], [8], [], [12]])  # step 8 is where the third and later ones begin
+    with pytest.raises(TrainerDied) as died:
+        start(config)
+    assert made.epochs == [1, 2, 3, 4, 5]
+    assert str(died.value).startswith(
+        "3 attempts in a row committed no new step (limits.attempts); trainer-0 ended with signal 9 (SIGKILL); its log"
+    )
+    assert str(died.value).endswith("line 1\nline 2")
+    assert state_of(run, 5) == "failed"
+
+
+def test_attempts_that_get_on_may_go_on_for_ever(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[step] for step in range(1, 21)])
+    assert start(config) == 0
+    assert made.epochs == list(range(1, 22))
+
+
+def test_no_attempt_follows_where_none_is_wanted(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    dying([[4], [8]])
+    with pytest.raises(TrainerDied, match=r"^trainer-0 ended"):
+        start(changed(config, "limits.attempts=0"))
+    assert state_of(run, 1) == "failed"
+    assert newest_epoch(run) == 1
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_no_attempt_follows_a_request_to_stop(
+    how: str, config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[], []])
+
+    def ask(epoch: int) -> None:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            run.attempt(epoch).stop_request.write_bytes(b"{}")
+
+    made.also = ask
+    with pytest.raises(TrainerDied):
+        start(config)
+    assert newest_epoch(run) == 1
+
+
+def test_no_attempt_follows_one_that_was_taken_over(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[], []])
+    made.also = lambda _: leave(run, "running")
+    with pytest.raises(Fenced, match="replaced by attempt 2"):
+        start(config)
+    assert (state_of(run, 1), newest_epoch(run)) == ("failed", 2)
+
+
+def test_another_process_that_died_too_often_ends_the_run(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> str:
+        raise RoleDied("generator-0 was started again 3 times")
+
+    monkeypatch.setattr(Attempts, "supervise", die)
+    with pytest.raises(RoleDied):
+        start(config)
+    assert (state_of(run, 1), newest_epoch(run)) == ("failed", 1)
+
+
 # Who may start
 
 
@@ -121,7 +241,7 @@ def leave(run: RunDir, state: str | None, **changes: Any) -> None:
         publish_json(run.attempt(epoch).create().state, {"state": state, **owner})
 
 
-@pytest.mark.parametrize("state", ["running", None])
+@pytest.mark.parametrize("state", ["running", "restarting", None])
 @pytest.mark.parametrize("changes", [{}, {"host": "node17"}], ids=["here", "elsewhere"])
 def test_a_run_in_use_is_refused_with_a_way_out(
     state: str | None, changes: dict[str, Any], config: Config, run: RunDir
@@ -141,6 +261,7 @@ def test_a_run_in_use_is_refused_with_a_way_out(
     [
         ("finished", {}),
         ("failed", {"host": "node17"}),
+        ("restarting", {"start_ticks": 1}),
         ("running", {"start_ticks": 1}),  # the pid is another process's now
         ("running", {"boot": "another"}),  # the host was rebooted
         (None, {"start_ticks": 1}),
@@ -224,122 +345,3 @@ def test_the_number_of_threads_may_change_unless_bits_count(deterministic: bool,
 def test_every_changeable_key_exists() -> None:
     assert [prefix for prefix in CHANGEABLE if not any(key.startswith(prefix) for key in keys())] == []
     assert all(key in keys() and key.startswith(CHANGEABLE) for key in ROUNDING)
-
-
-# How an end is judged
-
-
-@pytest.fixture
-def local(run: RunDir) -> LocalLauncher:
-    attempt = RunDir.create(run.root).attempt(1).create()
-    for role in ("trainer", "generator", "rollout", "evaluator"):
-        attempt.log(role, 0).write_text("".join(f"line {n} of {role}\n" for n in range(40)))
-    return LocalLauncher(run, 1, {})
-
-
-@pytest.mark.parametrize(
-    ("ended", "named"),
-    [
-        ([("trainer", 0), ("evaluator", 0)], None),
-        ([("rollout", 0)], "rollout-0 ended with exit code 0"),
-        ([("trainer", 75)], "trainer-0 ended with exit code 75"),
-        ([("evaluator", 1)], "evaluator-0 ended with exit code 1"),
-        ([("trainer", 1), ("generator", -9)], "generator-0 ended with signal 9 (SIGKILL)"),
-        ([("trainer", 0), ("rollout", 1)], "rollout-0 ended with exit code 1"),
-    ],
-)
-def test_a_role_that_ends_too_early_is_named_with_its_last_lines(
-    ended: list[tuple[str, int]], named: str | None, local: LocalLauncher
-) -> None:
-    all_ended = [Ended(role, 0, code) for role, code in ended]
-    if named is None:
-        launcher._judge(local, all_ended)
-        return
-    with pytest.raises(RoleDied) as died:
-        launcher._judge(local, all_ended)
-    text, role = str(died.value), named.split("-")[0]
-    assert text.startswith(f"{named}; its log {local.attempt.log(role, 0)} ends with:\nline 25 of {role}\n")
-    assert text.endswith(f"line 39 of {role}")
-
-
-@pytest.mark.parametrize("code", [0, 75, -signal.SIGTERM, None])
-def test_a_stop_is_one_when_the_committing_trainer_ended_in_order(code: int | None, local: LocalLauncher) -> None:
-    others = [Ended("trainer", 1, 1), Ended("generator", 0, -9)]  # may have lost the rank that ended first
-    ended = others if code is None else [Ended("trainer", 0, code), *others]
-    assert launcher._judge_stopped(local, ended) == "stopped"
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [(-9, r"within limits\.stop_s and was killed.*--resume"), (1, "ended with exit code 1")]
-)
-def test_a_stop_without_a_checkpoint_is_a_failure(code: int, words: str, local: LocalLauncher) -> None:
-    with pytest.raises(RoleDied, match=words):
-        launcher._judge_stopped(local, [Ended("trainer", 0, code)])
-
-
-def test_only_the_end_of_a_long_log_is_read(local: LocalLauncher) -> None:
-    path = local.attempt.log("trainer", 0)
-    path.write_bytes(b"x" * 10**6 + b"\nthe end \xff\n")
-    assert local.last_lines("trainer", 0).endswith("x\nthe end �")
-    assert len(local.last_lines("trainer", 0)) < 70_000
-    path.write_bytes(b"")
-    assert local.last_lines("trainer", 0) == ""
-
-
-# Requests to stop
-
-
-@pytest.fixture
-def hangup() -> Iterator[Callable[[Any], None]]:
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler) and None
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> None:
-    hangup(signal.SIG_DFL)
-    before = signal.getsignal(signal.SIGTERM)
-    with Signals() as signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(os.getpid(), number)
-        assert signals.count == 3
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-
-
-def test_nohup_is_respected(hangup: Callable[[Any], None]) -> None:
-    hangup(signal.SIG_IGN)
-    with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert signals.count == 0
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def test_stop_asks_by_a_file_and_waits_for_the_answer(run: RunDir) -> None:
-    leave(run, "running")
-    attempt = run.attempt(1)
-
-    def answer() -> None:
-        while not attempt.stop_request.exists():
-            pass
-        publish_json(attempt.state, {"state": "stopped", **Owner.this_process().record()})
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert stop_run(run, timeout_s=20) == "stopped"
-    thread.join()
-
-
-@pytest.mark.parametrize("state", ["running", None])
-def test_stop_of_a_run_whose_launcher_is_gone_says_so(state: str | None, run: RunDir) -> None:
-    leave(run, state, start_ticks=1)
-    run.attempt(1).create()
-    assert stop_run(run, timeout_s=20) == "dead"
-    assert not run.attempt(1).stop_request.exists()
-
-
-def test_stop_gives_up_in_words(run: RunDir) -> None:
-    leave(run, "running", host="node17")
-    with pytest.raises(RunDirError, match=r"process \d+ on node17 did not stop in 0 s; wait longer with --timeout"):
-        stop_run(run, timeout_s=0)
-    assert run.attempt(1).stop_request.exists()

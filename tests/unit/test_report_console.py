@@ -81,6 +81,28 @@ def test_I15_values_that_are_no_numbers_are_a_dash() -> None:
     assert lines_of([record("evaluation", reward_mean={})], clock=count(0.0, 1.0)) == ["evaluation - at step -"]
 
 
+def test_what_was_started_again_is_a_line_and_a_row() -> None:
+    def restart(process: str, reason: str, pause_s: float, epoch: int = 1) -> Record:
+        values = {"process": process, "reason": reason, "pause_s": pause_s}
+        return Record(time=0.0, role="launcher", index=0, epoch=epoch, kind="restart", values=values)
+
+    records = [
+        restart("generator-0", "generator-0 ended with signal 9 (SIGKILL)", 0.0),
+        restart("generator-0", "generator-0 ended with exit code 1", 1.0),
+        restart("run", "trainer-0 ended with signal 11 (SIGSEGV)", 0.0, epoch=4),
+    ]
+    assert lines_of(records, clock=count(0.0, 1.0)) == [
+        "generator-0 ended with signal 9 (SIGKILL); it is started again",
+        "generator-0 ended with exit code 1; it is started again in 1 s",
+        "trainer-0 ended with signal 11 (SIGSEGV); attempt 4 goes on from the newest checkpoint",
+    ]
+    progress = Progress(100)
+    assert "restarts" not in progress.fields()
+    for one in records:
+        progress.feed(one)
+    assert progress.fields()["restarts"] == "generator-0 2, run 1"
+
+
 def test_E17_a_run_without_records_prints_nothing() -> None:
     assert lines_of([], clock=count(0.0, 1.0)) == []
 

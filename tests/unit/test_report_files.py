@@ -189,6 +189,18 @@ def test_a_running_launcher_that_is_gone_is_dead(two_attempts: RunDir, change: d
     assert "start the run again" in state_line(two_attempts)
 
 
+def test_G10_whoever_falls_silent_is_named_while_the_run_goes_on(two_attempts: RunDir) -> None:
+    state(two_attempts, 2, "running")
+    pulses = {"trainer-0": "alive", "generator-0": "silent", "rollout-0": "alive", "evaluator-0": "ended"}
+    shown = status_lines(two_attempts, watch=lambda _: pulses)
+    assert shown[-1] == "processes    rollout-0, trainer-0 alive; evaluator-0 ended; generator-0 silent"
+    state(two_attempts, 2, "restarting")
+    assert status_lines(two_attempts, watch=lambda _: {})[-1] == "processes    none has come up yet"
+    assert status_lines(two_attempts, watch=lambda _: {})[1].startswith("state        restarting, process ")
+    state(two_attempts, 2, "finished")
+    assert not any(line.startswith("processes") for line in status_lines(two_attempts, watch=lambda _: pulses))
+
+
 def test_a_running_launcher_on_another_host_cannot_be_judged(two_attempts: RunDir) -> None:
     state(two_attempts, 2, "running", dataclasses.replace(Owner.this_process(), host="node17", start_ticks=1))
     assert "running, process" in state_line(two_attempts)

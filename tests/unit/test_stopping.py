@@ -1,0 +1,105 @@
+"""Requests to stop: signals, and a file in the run directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.buffer.epochs import claim_epoch
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.errors import RunDirError
+from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.roles.stopping import Signals, stop_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run")
+
+
+def leave(run: RunDir, state: str | None, **changes: Any) -> None:
+    """An attempt as this process or, with ``changes``, another would have left it; None: it got no further yet."""
+    owner = dataclasses.replace(Owner.this_process(), **changes).record()
+    epoch = claim_epoch(run, owner)
+    if state is not None:
+        publish_json(run.attempt(epoch).create().state, {"state": state, **owner})
+
+
+@pytest.fixture
+def hangup() -> Iterator[Callable[[Any], None]]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler) and None
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> None:
+    hangup(signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert signals.count == 3
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_nohup_is_respected(hangup: Callable[[Any], None]) -> None:
+    hangup(signal.SIG_IGN)
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.count == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_stop_asks_by_a_file_and_waits_for_the_answer(run: RunDir) -> None:
+    leave(run, "running")
+    attempt = run.attempt(1)
+
+    def answer() -> None:
+        while not attempt.stop_request.exists():
+            pass
+        publish_json(attempt.state, {"state": "stopped", **Owner.this_process().record()})
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert stop_run(run, timeout_s=20) == "stopped"
+    thread.join()
+
+
+@pytest.mark.parametrize("state", ["running", None])
+def test_stop_of_a_run_whose_launcher_is_gone_says_so(state: str | None, run: RunDir) -> None:
+    leave(run, state, start_ticks=1)
+    run.attempt(1).create()
+    assert stop_run(run, timeout_s=20) == "dead"
+    assert not run.attempt(1).stop_request.exists()
+
+
+def test_stop_gives_up_in_words(run: RunDir) -> None:
+    leave(run, "running", host="node17")
+    with pytest.raises(RunDirError, match=r"process \d+ on node17 did not stop in 0 s; wait longer with --timeout"):
+        stop_run(run, timeout_s=0)
+    assert run.attempt(1).stop_request.exists()
+
+
+def test_a_launcher_between_two_attempts_is_asked_again_in_the_next(run: RunDir) -> None:
+    leave(run, "restarting")
+
+    def go_on() -> None:
+        while not run.attempt(1).stop_request.exists():
+            pass
+        leave(run, "running")
+        while not run.attempt(2).stop_request.exists():
+            pass
+        publish_json(run.attempt(2).state, {"state": "stopped", **Owner.this_process().record()})
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert stop_run(run, timeout_s=20) == "stopped"
+    thread.join()
