@@ -116,8 +116,8 @@ class Supervisor:
         deaths.append(now)
         pause = pause_before_restart(deaths, limits.restarts, limits.restart_window_s)
         if pause is None and limits.restarts:
-            often = f"{limits.restarts} times in {limits.restart_window_s:g} s (limits.restarts)"
-            raise RoleDied(f"{ended.name} was started again {often}, and died again: {obituary(self._launcher, ended)}")
+            often = f"more often than limits.restarts = {limits.restarts} allows in {limits.restart_window_s:g} s"
+            raise RoleDied(f"{ended.name} died {often}: {obituary(self._launcher, ended)}")
         if pause is None:
             raise RoleDied(obituary(self._launcher, ended))
         self._due[ended.role, ended.index] = now + pause

@@ -85,7 +85,7 @@ def test_one_that_dies_again_and_again_is_paused_for_and_then_ends_the_run(world
     with pytest.raises(RoleDied) as died:
         world.dies("generator")
     assert str(died.value).startswith(
-        "generator-0 was started again 3 times in 600 s (limits.restarts), and died again: "
+        "generator-0 died more often than limits.restarts = 3 allows in 600 s: "
         f"generator-0 ended with signal 9 (SIGKILL); its log {local.attempt.log('generator', 0)} ends with:\nline 25"
     )
     assert not isinstance(died.value, TrainerDied)

@@ -90,7 +90,7 @@ async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         update_timeout_s=config.limits.weight_update_s,
     )
     engine.start()
-    token = engine_token(process, process.index, process.incarnation)
+    token = _token(process, process.index, process.incarnation)
     url, server = await start_server(engine, token=token)
     try:
         yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
@@ -109,10 +109,14 @@ def _load(engine: EmbeddedEngine) -> dict[str, Any]:
     }
 
 
-def engine_token(process: RoleProcess, index: int, incarnation: int) -> str:
+def engine_token(run_token: str, epoch: int, index: int, incarnation: int) -> str:
     """What the server of one generator process asks for: no other process of the run takes it."""
-    identity = f"{process.epoch}/generator-{index}/{incarnation}"
-    token = hmac.new(process.token.encode(), identity.encode(), hashlib.sha256).hexdigest()
+    identity = f"{epoch}/generator-{index}/{incarnation}"
+    return hmac.new(run_token.encode(), identity.encode(), hashlib.sha256).hexdigest()
+
+
+def _token(process: RoleProcess, index: int, incarnation: int) -> str:
+    token = engine_token(process.token, process.epoch, index, incarnation)
     add_secret(token)
     return token
 
@@ -130,8 +134,7 @@ def _client(process: RoleProcess, index: int) -> EngineClient:
 
     def address(endpoint: Mapping[str, Any]) -> Address:
         incarnation = int(endpoint["incarnation"])
-        token = engine_token(process, index, incarnation)
-        return Address(url=endpoint["url"], token=token, incarnation=incarnation)
+        return Address(url=endpoint["url"], token=_token(process, index, incarnation), incarnation=incarnation)
 
     def locate() -> Address | None:
         endpoint = read_replaced(process.attempt.endpoint("generator", index))

@@ -1,0 +1,167 @@
+"""Whatever dies of a run is started again while the run goes on: real processes, real kills, nothing trained twice."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+import urllib.parse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import GROUPS, Launched, command, launched, newest_checkpoint, until
+from tiny_models import make_model
+
+from areal_hpc.buffer.epochs import read_start
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.journal import entries, up_to_checkpoint
+from areal_hpc.roles.wiring.engines import engine_token
+from areal_hpc.watermark import Watermark
+
+ENDLESS = "trainer.total_steps=4000"
+SMALL_BUCKETS = "weights.bucket_mb=0.001"  # an update of many calls, so that a kill lands within one
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(path, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
+    return path
+
+
+def check_exactly_once(run: RunDir) -> None:
+    """By the checkpoint, and by the journals of the attempts it stands on: each consumed position was trained once, or
+    was dropped for good."""
+    newest = newest_checkpoint(run)
+    trained, dropped = Counter[int](), Counter[int]()
+    version = newest.version
+    while version is not None:
+        covered = up_to_checkpoint(entries(run, version.epoch), version.step)
+        assert covered is not None, version
+        trained.update(one.position for entry in covered for one in entry.trained)
+        dropped.update(one.position for entry in covered for one in entry.dropped if one.consumed)
+        start = read_start(run, version.epoch)
+        assert start is not None
+        version = start.parent
+    assert set(trained.values()) <= {1}, "a position was trained twice"
+    assert not trained.keys() & dropped.keys()
+    consumed = set(Watermark.from_state(newest.state["ring"]["consumed"]))
+    assert consumed == trained.keys() | dropped.keys()
+    assert len(trained) == newest.version.step * GROUPS
+
+
+def restarts(started: Launched) -> Counter[Any]:
+    return Counter(record.values["process"] for record in started.records("restart"))
+
+
+def engine_events(started: Launched, event: str) -> list[dict[str, Any]]:
+    return [dict(record.values) for record in started.records("engine") if record.values["event"] == event]
+
+
+def newest_step(started: Launched) -> int:
+    return int(max((record.number("step") or 0 for record in started.records("step")), default=0))
+
+
+def kill_in_update(started: Launched, index: int) -> None:
+    """Kill a generator while it takes new weights: the engine itself says when that is."""
+    attempt = started.run.newest_attempt()
+    assert attempt is not None
+    endpoint = read_json(attempt.endpoint("generator", index))
+    token = engine_token(started.run.token.read_text(), attempt.epoch, index, endpoint["incarnation"])
+    process = started.roles()[f"generator-{index}"]
+    assert process.pid == endpoint["pid"]
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(endpoint["url"]).netloc, timeout=30)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        connection.request("GET", "/server_info", headers={"Authorization": f"Bearer {token}"})
+        if "update" in json.loads(connection.getresponse().read())["held_by"]:
+            process.kill()
+            connection.close()
+            return
+    raise AssertionError("no update in a minute")
+
+
+def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    """Two engines, two workers, an evaluator: killed together in mid-generation; then an engine in mid-broadcast."""
+    words = ("generation.replicas=2", "rollout.workers=2", "evaluation.every_steps=2", "evaluation.num_prompts=4")
+    with launched(tmp_path, model, ENDLESS, SMALL_BUCKETS, *words) as started:
+        started.wait_for_step(2)
+        for name in ("generator-0", "rollout-1", "evaluator-0"):
+            started.roles()[name].kill()
+        until("generator-0 to serve again", lambda: engine_events(started, "back"))
+        started.wait_for_step(newest_step(started) + 2)
+        assert restarts(started) == {"generator-0": 1, "rollout-1": 1, "evaluator-0": 1}
+        told = len(started.run.evaluated_steps())
+
+        kill_in_update(started, 1)
+        until("both engines to be back", lambda: len(engine_events(started, "back")) == 2)
+        started.wait_for_step(newest_step(started) + 2)
+        lost = [event["engine"] for event in engine_events(started, "lost")]
+        assert lost == ["generator-0", "generator-1"]
+        until("the evaluator to go on", lambda: len(started.run.evaluated_steps()) > told)
+
+        started.roles()["evaluator-0"].suspend()  # it lives and says nothing
+        shown = command("status", started.run.root).stdout
+        started.roles()["evaluator-0"].resume()
+        assert "restarts     evaluator-0 1, generator-0 1, generator-1 1, rollout-1 1" in shown
+        assert "generator-0, generator-1, rollout-0, rollout-1, trainer-0 alive; evaluator-0 silent" in shown
+
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait() == 75, started.text
+        assert started.left_over() == []
+    assert "generator-0 ended with signal 9 (SIGKILL); it is started again" in started.text
+    assert max(record.number("ring_staleness_max") or 0 for record in started.records("step")) <= 1
+    check_exactly_once(started.run)
+
+
+def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
+    """One engine: in mid-generation, in mid-broadcast; then the trainer, whose next attempt comes by itself."""
+    with launched(tmp_path, model, ENDLESS, SMALL_BUCKETS, "checkpoint.every_steps=2") as started:
+        started.wait_for_step(2)
+        started.roles()["generator-0"].kill()
+        until("the engine to serve again", lambda: engine_events(started, "back"))
+        started.wait_for_step(newest_step(started) + 2)
+
+        kill_in_update(started, 0)
+        until("the engine to serve again", lambda: len(engine_events(started, "back")) == 2)
+        started.wait_for_step(newest_step(started) + 2)
+        assert restarts(started) == {"generator-0": 2}
+        committed = newest_checkpoint(started.run).version.step
+
+        started.roles()["trainer-0"].kill()
+        until("the next attempt", lambda: started.run.newest_attempt() == started.run.attempt(2))
+        started.wait_for_step(committed + 3)
+        assert restarts(started) == {"run": 1}
+        steps = [int(record.number("step") or 0) for record in started.records("step")]
+        assert steps[0] in (committed + 1, committed + 3)  # a commit may have been under way when it died
+        assert command("stop", started.run.root).stdout == f"{started.run.root}: stopped\n"
+        assert started.wait() == 75, started.text
+        assert started.left_over() == []
+    assert [read_json(started.run.attempt(epoch).state)["state"] for epoch in (1, 2)] == ["restarting", "stopped"]
+    assert "trainer-0 ended with signal 9 (SIGKILL); attempt 2 goes on from the newest checkpoint" in started.text
+    check_exactly_once(started.run)
+
+
+def test_a_trainer_that_never_gets_anywhere_is_given_up_and_so_is_a_worker(model: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, model, ENDLESS, "limits.attempts=2") as started:
+        for epoch in (1, 2):
+            until("a trainer", lambda epoch=epoch: started.run.attempt(epoch).heartbeat("trainer", 0).exists())
+            started.roles()["trainer-0"].kill()
+        assert started.wait() == 1
+        assert started.left_over() == []
+    assert (
+        "areal-hpc: 2 attempts in a row committed no new step (limits.attempts); trainer-0 ended with" in started.text
+    )
+    assert started.run.newest_attempt() == started.run.attempt(2)
+
+    words = ("rollout.reward=tiny_task:never", "rollout.attempts=1", "rollout.concurrency=4", "limits.restarts=1")
+    with launched(tmp_path, model, *words, name="other") as other:
+        assert other.wait() == 1
+        assert other.left_over() == []
+    assert "areal-hpc: rollout-0 was started again 1 times in 600 s (limits.restarts), and died again: " in other.text
+    assert "no text has a reward" in other.text
