@@ -21,7 +21,7 @@ from areal_hpc.journal import entries, up_to_checkpoint
 from areal_hpc.roles.wiring.engines import engine_token
 from areal_hpc.watermark import Watermark
 
-ENDLESS = "trainer.total_steps=4000"
+ENDLESS = ("trainer.total_steps=4000", "limits.stop_s=60")
 SMALL_BUCKETS = "weights.bucket_mb=0.001"  # an update of many calls, so that a kill lands within one
 
 
@@ -89,7 +89,7 @@ def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_go
 ) -> None:
     """Two engines, two workers, an evaluator: killed together in mid-generation; then an engine in mid-broadcast."""
     words = ("generation.replicas=2", "rollout.workers=2", "evaluation.every_steps=2", "evaluation.num_prompts=4")
-    with launched(tmp_path, model, ENDLESS, SMALL_BUCKETS, *words) as started:
+    with launched(tmp_path, model, *ENDLESS, SMALL_BUCKETS, *words) as started:
         started.wait_for_step(2)
         for name in ("generator-0", "rollout-1", "evaluator-0"):
             started.roles()[name].kill()
@@ -121,7 +121,7 @@ def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_go
 
 def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
     """One engine: in mid-generation, in mid-broadcast; then the trainer, whose next attempt comes by itself."""
-    with launched(tmp_path, model, ENDLESS, SMALL_BUCKETS, "checkpoint.every_steps=2") as started:
+    with launched(tmp_path, model, *ENDLESS, SMALL_BUCKETS, "checkpoint.every_steps=2") as started:
         started.wait_for_step(2)
         started.roles()["generator-0"].kill()
         until("the engine to serve again", lambda: engine_events(started, "back"))
@@ -147,21 +147,14 @@ def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model:
     check_exactly_once(started.run)
 
 
-def test_a_trainer_that_never_gets_anywhere_is_given_up_and_so_is_a_worker(model: Path, tmp_path: Path) -> None:
-    with launched(tmp_path, model, ENDLESS, "limits.attempts=2") as started:
+def test_a_trainer_that_never_gets_anywhere_is_given_up(model: Path, tmp_path: Path) -> None:
+    with launched(tmp_path, model, *ENDLESS, "limits.attempts=2") as started:
         for epoch in (1, 2):
             until("a trainer", lambda epoch=epoch: started.run.attempt(epoch).heartbeat("trainer", 0).exists())
             started.roles()["trainer-0"].kill()
         assert started.wait() == 1
         assert started.left_over() == []
-    assert (
-        "areal-hpc: 2 attempts in a row committed no new step (limits.attempts); trainer-0 ended with" in started.text
-    )
+    said = "areal-hpc: 2 attempts in a row committed no new step (limits.attempts); trainer-0 ended with signal 9"
+    assert said in started.text
+    assert [read_json(started.run.attempt(epoch).state)["state"] for epoch in (1, 2)] == ["restarting", "failed"]
     assert started.run.newest_attempt() == started.run.attempt(2)
-
-    words = ("rollout.reward=tiny_task:never", "rollout.attempts=1", "rollout.concurrency=4", "limits.restarts=1")
-    with launched(tmp_path, model, *words, name="other") as other:
-        assert other.wait() == 1
-        assert other.left_over() == []
-    assert "areal-hpc: rollout-0 was started again 1 times in 600 s (limits.restarts), and died again: " in other.text
-    assert "no text has a reward" in other.text
