@@ -14,7 +14,7 @@
     ├── RewardError                   a reward function raised, hung, or returned no finite number
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
     └── RoleDied                      a process of the run ended; names it, its exit code and its last lines
-        └── TrainerDied               it was a trainer rank: the attempt is over, and another one may go on
+        └── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
 
 All are picklable: they are built from one message, so they cross process borders unchanged.
 """
@@ -78,5 +78,5 @@ class RoleDied(ArealError):
     """A process of this run ended before the run did."""
 
 
-class TrainerDied(RoleDied):
-    """A trainer rank ended before the run did, and with it the attempt."""
+class AttemptFailed(RoleDied):
+    """A process ended without which the attempt cannot go on, such as a trainer rank; the next one may."""

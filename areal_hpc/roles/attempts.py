@@ -4,8 +4,8 @@
           ↑                                  │
           └──── limits.attempts allows ──────┘ a trainer rank died
 
-Attempts that commit new steps may go on for ever. A person's mistake, a process that is started again too often, a stop
-request or another owner end the run whatever the limit says.
+Attempts that commit new steps may follow each other for ever. A person's mistake, a process that was replaced too
+often, a stop request or another owner end the run whatever the limit says.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import TrainerDied
+from areal_hpc.errors import AttemptFailed
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
+
+IRREPLACEABLE = ("trainer", "generator")
+"""The second in deterministic training only: an engine that starts anew lacks the older weights, by which some groups
+are still to be sampled."""
 
 Record = Callable[[str, Mapping[str, Any]], None]
 
@@ -53,7 +57,7 @@ class Attempts:
 
         Raises:
             RunDirError: somebody else has started the run at the same moment.
-            TrainerDied, RoleDied, Fenced: the run has failed.
+            AttemptFailed, RoleDied, Fenced: the run has failed.
         """
         epoch, outcome = after, RESTARTING
         while outcome == RESTARTING:
@@ -74,7 +78,7 @@ class Attempts:
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 outcome = self.supervise(epoch, recorder.record)
-            except TrainerDied as died:
+            except AttemptFailed as died:
                 self._require_another(epoch, died)
                 outcome = RESTARTING
             finally:
@@ -82,12 +86,12 @@ class Attempts:
                 recorder.record("run", {"event": outcome})
         return outcome
 
-    def _require_another(self, epoch: int, died: TrainerDied) -> None:
+    def _require_another(self, epoch: int, died: AttemptFailed) -> None:
         """Note that attempt ``epoch`` has failed.
 
         Raises:
             Fenced: a newer attempt owns the run.
-            TrainerDied: somebody asked for a stop, or too many attempts in a row came to nothing.
+            AttemptFailed: somebody asked for a stop, or too many attempts in a row came to nothing.
         """
         check_fence(self.run, epoch)
         self.progress.append(committed_a_step(self.run, epoch))
@@ -97,13 +101,15 @@ class Attempts:
             raise died
         if not goes_on(self.progress, limit):
             in_vain = attempts_in_vain(self.progress)
-            raise TrainerDied(f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}") from died
+            raise AttemptFailed(
+                f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}"
+            ) from died
 
     def supervise(self, epoch: int, record: Record) -> str:
         """Start every role of attempt ``epoch``, watch them, end them; how it went.
 
         Raises:
-            TrainerDied, RoleDied, Fenced: see ``Supervisor.watch``; every process has ended.
+            AttemptFailed, RoleDied, Fenced: see ``Supervisor.watch``; every process has ended.
         """
         config, attempt = self.config, self.run.attempt(epoch)
         threads = {"trainer": config.trainer.threads, "generator": config.generation.threads}
@@ -120,6 +126,7 @@ class Attempts:
         supervisor = Supervisor(
             launcher,
             config.limits,
+            irreplaceable=IRREPLACEABLE if config.deterministic else IRREPLACEABLE[:1],
             stop=lambda: is_asked_to_stop(attempt, self.signals),
             show=show,
             record=record,

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.config.schema import Config, LimitsConfig
-from areal_hpc.errors import RoleDied, TrainerDied
+from areal_hpc.errors import AttemptFailed, RoleDied
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from areal_hpc.roles.restarts import pause_before_restart
 
@@ -39,6 +39,7 @@ class Supervisor:
     """Starts, watches and replaces the processes of one attempt.
 
     Args:
+        irreplaceable: roles whose death ends the attempt.
         stop: whether somebody asked for a stop.
         show: called several times a second.
         record: takes ``("restart", values)`` for each process that is replaced.
@@ -50,13 +51,14 @@ class Supervisor:
         launcher: LocalLauncher,
         limits: LimitsConfig,
         *,
+        irreplaceable: Sequence[str] = ("trainer",),
         stop: Callable[[], bool],
         show: Callable[[], None],
         record: Callable[[str, Mapping[str, Any]], None],
         check_fence: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launcher, self._limits = launcher, limits
+        self._launcher, self._limits, self._irreplaceable = launcher, limits, irreplaceable
         self._stop, self._show, self._record, self._check_fence = stop, show, record, check_fence
         self._clock = clock
         self._deaths: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -72,7 +74,7 @@ class Supervisor:
         """Until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
 
         Raises:
-            TrainerDied: a trainer rank ended too early; another attempt may go on.
+            AttemptFailed: an irreplaceable one ended too early; another attempt may go on.
             RoleDied: somebody ended too early who is not to be started again.
             Fenced: a newer attempt owns the run.
         """
@@ -91,7 +93,7 @@ class Supervisor:
         Of several that ended together, one that a signal killed is the likelier cause.
 
         Raises:
-            TrainerDied, RoleDied, Fenced: as ``watch``.
+            AttemptFailed, RoleDied, Fenced: as ``watch``.
         """
         early = [one for one in ended if not (one.role in FINISHING and one.code == EXIT_DONE)]
         if not early:
@@ -99,8 +101,8 @@ class Supervisor:
         for one in early:
             if one.code == EXIT_USER_ERROR:
                 raise RoleDied(obituary(self._launcher, one))
-        if any(one.role == "trainer" for one in early):
-            raise TrainerDied(obituary(self._launcher, min(early, key=lambda one: one.code >= 0)))
+        if any(one.role in self._irreplaceable for one in early):
+            raise AttemptFailed(obituary(self._launcher, min(early, key=lambda one: one.code >= 0)))
         self._check_fence()
         for one in early:
             self._replace(one)

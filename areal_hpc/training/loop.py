@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
-from areal_hpc.errors import CorruptRecord, WaitTimeout, WeightUpdateError
+from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.ranks import Ranks
@@ -213,11 +213,6 @@ class TrainingLoop:
             deadline = began + self.pace.starve_s
             while not self.reader.may_publish(self.version):
                 self._pause(deadline, f"version {self.step} waited {self.pace.starve_s:g} s for what older ones sample")
-                if self.behind():
-                    raise WeightUpdateError(
-                        f"an engine that was replaced needs the weights of version {self.step - 1}, by which some "
-                        "groups are still to be sampled, and they are overwritten: a new attempt makes them again"
-                    )
         self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 

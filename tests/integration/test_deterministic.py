@@ -23,6 +23,8 @@ from areal_hpc.telemetry import RecordReader
 STEPS = 8
 WORDS = (
     "deterministic=true",
+    "limits.restarts=0",  # so that each kill is an end, and the next start a shape of its own
+    "limits.attempts=0",
     f"trainer.total_steps={STEPS}",
     "checkpoint.every_steps=2",
     "rollout.reward=tiny_task:coarse",

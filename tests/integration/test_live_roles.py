@@ -11,46 +11,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from launched import GROUPS, Launched, command, launched, newest_checkpoint, until
-from tiny_models import make_model
 
-from areal_hpc.buffer.epochs import read_start
 from areal_hpc.fs import RunDir, read_json
-from areal_hpc.journal import entries, up_to_checkpoint
+from areal_hpc.report import prove_run
 from areal_hpc.roles.wiring.engines import engine_token
-from areal_hpc.watermark import Watermark
 
 ENDLESS = ("trainer.total_steps=4000", "limits.stop_s=60")
 SMALL_BUCKETS = "weights.bucket_mb=0.001"  # an update of many calls, so that a kill lands within one
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    make_model(path, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
-    return path
-
-
 def check_exactly_once(run: RunDir) -> None:
-    """By the checkpoint, and by the journals of the attempts it stands on: each consumed position was trained once, or
-    was dropped for good."""
-    newest = newest_checkpoint(run)
-    trained, dropped = Counter[int](), Counter[int]()
-    version = newest.version
-    while version is not None:
-        covered = up_to_checkpoint(entries(run, version.epoch), version.step)
-        assert covered is not None, version
-        trained.update(one.position for entry in covered for one in entry.trained)
-        dropped.update(one.position for entry in covered for one in entry.dropped if one.consumed)
-        start = read_start(run, version.epoch)
-        assert start is not None
-        version = start.parent
-    assert set(trained.values()) <= {1}, "a position was trained twice"
-    assert not trained.keys() & dropped.keys()
-    consumed = set(Watermark.from_state(newest.state["ring"]["consumed"]))
-    assert consumed == trained.keys() | dropped.keys()
-    assert len(trained) == newest.version.step * GROUPS
+    """From the run's files, and that every step had its whole batch."""
+    proof = prove_run(run)
+    assert proof.proven, proof.violations
+    assert proof.trained == proof.steps * GROUPS > 0
 
 
 def restarts(started: Launched) -> Counter[Any]:

@@ -55,7 +55,7 @@ def test_two_trainer_ranks_stop_together_and_one_that_dies_ends_the_run(model: P
         started.process.send_signal(signal.SIGINT)
         assert started.wait() == 75, started.text
         stopped_at = assert_stopped_in_order(started)
-    with launched(tmp_path, model, *words, "--resume") as again:
+    with launched(tmp_path, model, *words, "limits.attempts=0", "--resume") as again:
         again.wait_for_step(stopped_at + 1)
         again.roles()["trainer-1"].kill()
         assert again.wait() == 1
@@ -81,10 +81,11 @@ def test_samples_whose_reward_hangs_or_raises_are_failed_and_never_0(hostile: La
 
 
 def test_a_reward_that_never_works_ends_the_run_and_says_so(model: Path, tmp_path: Path) -> None:
-    words = ("rollout.reward=tiny_task:never", "rollout.attempts=1", "rollout.concurrency=4")
+    words = ("rollout.reward=tiny_task:never", "rollout.attempts=1", "rollout.concurrency=4", "limits.restarts=1")
     with launched(tmp_path, model, *words) as started:
         assert started.wait() == 1
-        assert "areal-hpc: rollout-0 ended with exit code 1" in started.text
+        assert "rollout-0 ended with exit code 1; it is started again" in started.text
+        assert "areal-hpc: rollout-0 died more often than limits.restarts = 1 allows in 600 s: " in started.text
         assert "this prompt has no reward" not in started.text
         assert "no text has a reward" in started.text
         assert started.left_over() == []

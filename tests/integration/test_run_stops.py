@@ -93,9 +93,10 @@ def test_a_stop_while_the_model_is_made_leaves_no_run(number: signal.Signals, co
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_killed_role_ends_the_run_and_is_named(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_killed_role_ends_a_run_without_restarts_and_is_named(name: str, model: Path, tmp_path: Path) -> None:
     evaluate = EVALUATE if name == "evaluator-0" else ()
-    with launched(tmp_path, model, "trainer.total_steps=400", *evaluate) as started:
+    never = ("limits.restarts=0", "limits.attempts=0")
+    with launched(tmp_path, model, "trainer.total_steps=400", *never, *evaluate) as started:
         started.wait_for_step(1)
         started.roles()[name].kill()
         assert started.wait() == 1, started.text

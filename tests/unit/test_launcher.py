@@ -18,7 +18,7 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import keys
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import DataError, Fenced, RoleDied, RunDirError, TrainerDied
+from areal_hpc.errors import AttemptFailed, DataError, Fenced, RoleDied, RunDirError
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import attempts, launcher
@@ -130,7 +130,7 @@ class Dying:
         for step in steps:
             (self.run.checkpoints / f"step-{step:08d}.e{epoch:08d}").mkdir()
         self.also(epoch)
-        raise TrainerDied("trainer-0 ended with signal 9 (SIGKILL); its log x ends with:\nline 1\nline 2")
+        raise AttemptFailed("trainer-0 ended with signal 9 (SIGKILL); its log x ends with:\nline 1\nline 2")
 
     def steps(self) -> list[int]:
         return [int(path.name[5:13]) for path in self.run.checkpoints.iterdir()]
@@ -162,7 +162,7 @@ def test_attempts_in_a_row_that_commit_nothing_are_bounded_and_said(
     config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
 ) -> None:
     made = dying([[], [4, 8], [], [8], [], [12]])  # step 8 is where the third and later ones begin
-    with pytest.raises(TrainerDied) as died:
+    with pytest.raises(AttemptFailed) as died:
         start(config)
     assert made.epochs == [1, 2, 3, 4, 5]
     assert str(died.value).startswith(
@@ -184,7 +184,7 @@ def test_no_attempt_follows_where_none_is_wanted(
     config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
 ) -> None:
     dying([[4], [8]])
-    with pytest.raises(TrainerDied, match=r"^trainer-0 ended"):
+    with pytest.raises(AttemptFailed, match=r"^trainer-0 ended"):
         start(changed(config, "limits.attempts=0"))
     assert state_of(run, 1) == "failed"
     assert newest_epoch(run) == 1
@@ -203,7 +203,7 @@ def test_no_attempt_follows_a_request_to_stop(
             run.attempt(epoch).stop_request.write_bytes(b"{}")
 
     made.also = ask
-    with pytest.raises(TrainerDied):
+    with pytest.raises(AttemptFailed):
         start(config)
     assert newest_epoch(run) == 1
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
-from areal_hpc.errors import CorruptRecord, WaitTimeout, WeightUpdateError
+from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
@@ -312,16 +312,6 @@ def test_an_engine_that_comes_back_is_caught_up_while_the_trainer_waits_for_it()
     before = ["weights", "publish 0", "weights", "catch up 0 [('w', None)]"]
     assert world.calls == [*before, "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1"]
     assert served
-
-
-def test_weights_that_are_overwritten_cannot_be_given_to_an_engine_that_comes_back() -> None:
-    """In deterministic training some groups may still have to be sampled by them, so only a new attempt helps."""
-    world = World()
-    world.ring.reader.may_publish = lambda version: version.step != 1  # type: ignore[method-assign]
-    world.loop.behind = lambda: world.loop.step == 1
-    with pytest.raises(WeightUpdateError, match=r"needs the weights of version 0, .* a new attempt makes them again"):
-        world.run()
-    assert world.calls[-1] == "journal 1"
 
 
 def test_catching_up_does_not_lengthen_the_wait_for_a_batch() -> None:

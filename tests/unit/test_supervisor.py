@@ -11,8 +11,9 @@ import pytest
 
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.config.schema import LimitsConfig
-from areal_hpc.errors import Fenced, RoleDied, TrainerDied
+from areal_hpc.errors import AttemptFailed, Fenced, RoleDied
 from areal_hpc.fs import RunDir
+from areal_hpc.roles.attempts import IRREPLACEABLE
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped
 
 
@@ -88,7 +89,7 @@ def test_one_that_dies_again_and_again_is_paused_for_and_then_ends_the_run(world
         "generator-0 died more often than limits.restarts = 3 allows in 600 s: "
         f"generator-0 ended with signal 9 (SIGKILL); its log {local.attempt.log('generator', 0)} ends with:\nline 25"
     )
-    assert not isinstance(died.value, TrainerDied)
+    assert not isinstance(died.value, AttemptFailed)
 
 
 def test_deaths_that_are_far_apart_are_no_reason_to_give_up(world: World) -> None:
@@ -99,7 +100,7 @@ def test_deaths_that_are_far_apart_are_no_reason_to_give_up(world: World) -> Non
 def test_a_persons_mistake_is_never_tried_again(role: str, world: World) -> None:
     with pytest.raises(RoleDied, match=f"{role}-0 ended with exit code 2") as died:
         world.supervisor.judge([Ended("generator", 0, -9), Ended(role, 0, 2)])
-    assert not isinstance(died.value, TrainerDied)
+    assert not isinstance(died.value, AttemptFailed)
     assert world.started == []
 
 
@@ -121,11 +122,19 @@ def test_nobody_is_replaced_once_another_attempt_owns_the_run(world: World) -> N
 def test_a_trainer_that_ends_too_early_ends_the_attempt_with_the_likeliest_cause_and_its_last_lines(
     ended: list[tuple[str, int]], named: str, world: World, local: LocalLauncher
 ) -> None:
-    with pytest.raises(TrainerDied) as died:
+    with pytest.raises(AttemptFailed) as died:
         world.supervisor.judge([Ended(role, 0, code) for role, code in ended])
     text, role = str(died.value), named.split("-", maxsplit=1)[0]
     assert text.startswith(f"{named}; its log {local.attempt.log(role, 0)} ends with:\nline 25 of {role}\n")
     assert text.endswith(f"line 39 of {role}")
+
+
+def test_in_deterministic_training_an_engine_cannot_be_replaced(world: World) -> None:
+    """It would lack the older weights, by which some groups are still to be sampled."""
+    world.supervisor._irreplaceable = IRREPLACEABLE
+    with pytest.raises(AttemptFailed, match="generator-0 ended with signal 9"):
+        world.supervisor.judge([Ended("generator", 0, -9)])
+    assert world.dies("rollout") == 0.0
 
 
 def test_whoever_is_done_is_done(world: World) -> None:
