@@ -3,7 +3,7 @@
 A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION``); it
 never guesses. The incarnation counts the processes that were this role in this attempt before it.
 Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
-line is in the log), anything else is a failure.
+line is in the log), 70 (EX_SOFTWARE; the launcher's) nobody got on any more, anything else is a failure.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_STALLED = 70
 EXIT_STOPPED = 75
 POLL_S = 0.25
 
@@ -74,6 +75,7 @@ class RoleProcess:
             f"{role}-{index} to come up",
             lambda: self._unless_stopped(self.attempt.endpoint(role, index)),
             self.config.limits.start_s,
+            party=f"{role}-{index}",
             hint=f"look into {self.attempt.log(role, index)}",
         )
         return record

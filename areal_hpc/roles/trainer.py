@@ -27,6 +27,7 @@ from areal_hpc.roles.wiring.training import (
 from areal_hpc.training.loop import Pace, TrainingLoop, Weights
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupRef, WeightVersion
+from areal_hpc.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         commit=member.commit,
         journal=member.note,
         stop_requested=process.stopping,
+        workers=[f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
     )
 
@@ -137,6 +139,10 @@ class Member:
 
     def commit(self, step: int) -> None:
         """One atomic checkpoint: every rank writes its part, rank 0 the ring's state and the manifest."""
+        with waiting(f"writing the checkpoint of step {step}", limit_s=self.process.config.limits.checkpoint_s):
+            self._commit(step)
+
+    def _commit(self, step: int) -> None:
         if self.side is None:
             self.backend.save(self.ranks.share(None))
             self.ranks.barrier()
@@ -176,6 +182,7 @@ class Member:
                 "the evaluation of the start weights",
                 done,
                 self.process.config.limits.starve_s,  # an episode's time limit is below it
+                party="evaluator-0",
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )
         self.ranks.barrier()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc.buckets import Bucket, plan_buckets, unpack
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.protocols import WeightTarget
+from areal_hpc.waits import advance
 from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class DiskTransport:
             file = hidden / f"model-{number:05d}.safetensors"
             _write_file(file, bucket)
             files[file.name] = _describe(file, bucket)
+            advance("bytes written", files[file.name]["bytes"])
         publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
         place = self._directory / name
         hidden.rename(place)
