@@ -151,7 +151,8 @@ class RunDir:
 
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
-    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ telemetry/ state.json
+    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
+                                     state.json, stall.txt where somebody got stuck
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -268,7 +269,7 @@ class AttemptDir:
     root: Path
 
     def create(self) -> AttemptDir:
-        for directory in (self.root, self.endpoints, self.heartbeats, self.logs, self.telemetry):
+        for directory in (self.root, self.endpoints, self.heartbeats, self.logs, self.stacks, self.telemetry):
             make_private_directory(directory)
         return self
 
@@ -287,6 +288,14 @@ class AttemptDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / "stacks"
+
+    @property
+    def stall(self) -> Path:
+        return self.root / "stall.txt"
 
     @property
     def telemetry(self) -> Path:
@@ -308,6 +317,9 @@ class AttemptDir:
 
     def log(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"
+
+    def stack(self, role: str, index: int) -> Path:
+        return self.stacks / f"{role}-{index}.txt"
 
     def records(self, role: str, index: int) -> Path:
         return self.telemetry / f"{role}-{index}.jsonl"

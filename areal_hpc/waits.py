@@ -4,8 +4,8 @@
         ...
     advance("optimizer steps")
 
-    open_waits(), progress()         a heartbeat publishes them from a thread of its own: a thread that is stuck in a
-                                     collective, in the kernel, or in C code that let go of the interpreter, is told of
+    published()         a heartbeat tells it from a thread of its own, also of a thread that is stuck in a collective,
+                        in the kernel, or in C code that let go of the interpreter
 
 A wait has a party: processes of the run by name, of which any one may bring what is waited for; or something else (the
 file system, a reward process, whoever asks). With no party it is work of one's own that may take long and moves no
@@ -79,9 +79,6 @@ class Wait:
     about: str = ""
     """Of the oldest."""
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Wait:
         return cls(**{**record, "parties": tuple(record["parties"])})
@@ -118,15 +115,23 @@ def advance(what: str, by: int = 1) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How often ``advance`` was called with one name."""
+class Achieved:
+    """What ``advance`` was told under one name."""
 
     count: int
     seconds: float
     """Since the last time."""
 
 
-def progress() -> dict[str, Progress]:
+def achieved() -> dict[str, Achieved]:
     """What this process has achieved since it began, by name."""
     now = time.monotonic()
-    return {what: Progress(count=count, seconds=now - when) for what, (count, when) in _moved.copy().items()}
+    return {what: Achieved(count=count, seconds=now - when) for what, (count, when) in _moved.copy().items()}
+
+
+def published() -> dict[str, Any]:
+    """All of it as JSON data: ``waits`` and ``achieved``."""
+    return {
+        "waits": [asdict(wait) for wait in open_waits()],
+        "achieved": {what: asdict(one) for what, one in achieved().items()},
+    }

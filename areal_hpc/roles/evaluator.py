@@ -51,6 +51,7 @@ def main(process: RoleProcess) -> int:
 async def _watch(process: RoleProcess) -> bool:
     """Evaluate what is due until the last step has its result (True) or a stop request comes (False)."""
     async with make_evaluation(process) as parts:
+        process.starting.close()
         working = asyncio.create_task(_evaluate_all(process, parts))
         stopping = asyncio.create_task(process.watch_stop())
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -61,6 +61,7 @@ def run_local(config: Config, *, resume: bool, console: LiveConsole, takeover: b
         RunDirError: the run directory is in use (and not to be taken over), or holds a run and ``resume`` is false.
         ConfigError, DataError: see ``preflight``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
+        Stalled: nobody got on any more, and no attempt is to follow.
     """
     run = RunDir((Path(config.run_root) / config.name).absolute())
     newest = newest_epoch(run)

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
+from areal_hpc.roles.stacks import dump_on_request
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
+from areal_hpc.waits import waiting
 
 log = logging.getLogger(__name__)
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_STALLED = 70
 EXIT_STOPPED = 75
 POLL_S = 0.25
 
@@ -48,6 +50,8 @@ class RoleProcess:
     token: str
     recorder: Recorder
     stop_flag: threading.Event = field(default_factory=threading.Event)
+    starting: ExitStack = field(default_factory=ExitStack)
+    """The wait for this process to come up; its role closes it when it has what it works with."""
 
     @property
     def attempt(self) -> AttemptDir:
@@ -114,7 +118,8 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
     )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
-    return RoleProcess(
+    dump_on_request(attempt.stack(role, index))
+    process = RoleProcess(
         role=role,
         index=index,
         run=run,
@@ -125,6 +130,8 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         recorder=recorder,
         stop_flag=stop_flag,
     )
+    process.starting.enter_context(waiting("coming up", limit_s=config.limits.start_s))
+    return process
 
 
 def _trainer_lives(attempt: AttemptDir) -> bool:

@@ -40,6 +40,7 @@ def main(process: RoleProcess) -> int:
         side = make_trainer_side(process, parent, loop_runner.run) if ranks.leads else None
         member = Member(process=process, ranks=ranks, backend=backend, side=side, runner=loop_runner)
         loop = _loop(process, member, start_step)
+        process.starting.close()
         try:
             loop.announce()
             member.wait_for_start_evaluation(start_step)
