@@ -67,9 +67,9 @@ class Observer:
         }
         return f"has given no sign of life for {silent_s:.0f} s{reasons.get(state, f'; {process}')}"
 
-    def all_moved(self) -> bool:
-        """Whether every heartbeat was seen to change: nobody needs to be watched any longer to know that it lives."""
-        return all(pulse.moved or pulse.ended for pulse in self._pulses.values())
+    def has_proof(self, one: Seen) -> bool:
+        """Whether more looks would not tell better if it lives: its heartbeat was seen to change, or it is away."""
+        return one.ended or bool(one.absent) or self._pulses[one.name].moved
 
 
 def last_words(name: str, beat: Mapping[str, Any], since_s: float = 0.0) -> Seen:

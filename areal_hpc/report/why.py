@@ -23,7 +23,9 @@ ASK_S = 2.0
 """How long an engine is asked whether it answers."""
 
 
-def why_lines(run: RunDir, sleep: Callable[[float], None] = time.sleep) -> list[str]:
+def why_lines(
+    run: RunDir, *, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+) -> list[str]:
     """What ``areal-hpc why`` prints, a line each. Takes a few seconds: only a heartbeat that changes proves a life."""
     attempt = run.newest_attempt()
     if attempt is None:
@@ -33,11 +35,13 @@ def why_lines(run: RunDir, sleep: Callable[[float], None] = time.sleep) -> list[
     lives = state["state"] == "running" and not Owner.from_record(state).is_gone()
     head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives)}"
     told = attempt.stall.read_text(encoding="utf-8").splitlines() if attempt.stall.is_file() else []
-    seen = _observe(attempt, names, limits, sleep) if lives else _last_words(attempt, names)
+    observer = Observer(attempt, silent_s=SILENT_S, start_s=limits.start_s, at_once=True, clock=clock)
+    seen = _observe(observer, names, sleep, clock) if lives else _last_words(attempt, names)
+    if not lives:
+        return [head, *told, *(_explained(seen, limits.quiet_s) if seen else ["no process was cut off in a wait"])]
     if not seen:
-        return [head, *told, "no process has said anything yet"]
-    lines = [head, *([] if lives else told), *_explained(seen, limits.quiet_s)]
-    return lines + (asyncio.run(_answers(run, attempt, names)) if lives else [])
+        return [head, "no process has been started yet"]
+    return [head, *_explained(seen, limits.quiet_s), *asyncio.run(_answers(run, attempt, names))]
 
 
 def _explained(seen: Sequence[Seen], quiet_s: float) -> list[str]:
@@ -67,21 +71,22 @@ def _limits(run: RunDir) -> LimitsConfig:
 
 
 def _observe(
-    attempt: AttemptDir, names: Sequence[str], limits: LimitsConfig, sleep: Callable[[float], None]
+    observer: Observer, names: Sequence[str], sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> list[Seen]:
-    observer = Observer(attempt, silent_s=SILENT_S, start_s=limits.start_s, at_once=True)
+    """What all say, once their hearts were seen to beat; one whose heart was not by then is silent for certain."""
     seen = observer.look(names)
-    deadline = time.monotonic() + SILENT_S
-    while not observer.all_moved() and time.monotonic() < deadline:
+    deadline = clock() + SILENT_S
+    while not all(map(observer.has_proof, seen)) and clock() < deadline:
         sleep(POLL_S)
         seen = observer.look(names)
     return seen
 
 
 def _last_words(attempt: AttemptDir, names: Sequence[str]) -> list[Seen]:
+    """Of those that did not end by themselves."""
     parted = [(name, *name.rsplit("-", 1)) for name in names]
     beats = {name: read_heartbeat(attempt, role, int(index)) for name, role, index in parted}
-    return [last_words(name, beat) for name, beat in beats.items() if beat is not None]
+    return [last_words(name, beat) for name, beat in beats.items() if beat is not None and not beat["ended"]]
 
 
 async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> list[str]:

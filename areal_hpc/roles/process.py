@@ -26,7 +26,7 @@ from areal_hpc.config.schema import Config
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
 from areal_hpc.roles.stacks import dump_on_request
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
-from areal_hpc.waits import waiting
+from areal_hpc.waits import advance, waiting
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,7 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         recorder=recorder,
         stop_flag=stop_flag,
     )
+    process.starting.callback(advance, "starts")  # from here on it has that much time to get on
     process.starting.enter_context(waiting("coming up", limit_s=config.limits.start_s))
     return process
 

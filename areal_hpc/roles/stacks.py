@@ -27,7 +27,7 @@ def dump_on_request(path: Path) -> None:
 
 
 def request(pid: int, *, wake: bool = False) -> None:
-    """Ask a process for its stacks. Only one that has a heartbeat knows the request; another would end by it.
+    """Ask a process for its stacks; one that has not said ``dump_on_request`` ends by it.
 
     Args:
         wake: let a stopped process go on, so that it answers; that is, where it was stopped.

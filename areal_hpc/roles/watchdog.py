@@ -13,6 +13,7 @@ neither: it is a named wait within its own limit, or moves a counter. See ``repo
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -28,6 +29,8 @@ from areal_hpc.roles.heartbeat import read_heartbeat
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+REPEAT_S = 30.0
+"""Shortest time until another root is named: the roots of one stall may change with each look."""
 
 
 class Process(Protocol):
@@ -42,10 +45,13 @@ class Watchdog:
 
     def __init__(self, attempt: AttemptDir, limits: LimitsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._attempt, self._limits, self._clock = attempt, limits, clock
-        self._observer = Observer(attempt, silent_s=limits.quiet_s, start_s=limits.start_s, clock=clock)
+        # Half the time without progress makes trouble, half the time in trouble makes it worth a word: between two
+        # long phases there is an instant in which nothing has been achieved lately.
+        self._half_s = limits.quiet_s / 2
+        self._observer = Observer(attempt, silent_s=self._half_s, start_s=limits.start_s, clock=clock)
         self._next_look = clock()
-        self._since = clock()
-        self._named = ""
+        self._since: float | None = None  # when the trouble began
+        self._named, self._told = "", -math.inf
 
     def look(self, running: Mapping[tuple[str, int], Process]) -> None:
         """Judge the roles that run.
@@ -56,40 +62,42 @@ class Watchdog:
         now = self._clock()
         if now < self._next_look or not running:
             return
-        self._next_look = now + WATCH_S
+        self._next_look = now + min(WATCH_S, self._half_s)
         processes = {f"{role}-{index}": process.pid for (role, index), process in running.items()}
-        explanation = explain(self._observer.look(processes), self._limits.quiet_s)
+        explanation = explain(self._observer.look(processes), self._half_s)
         if explanation.trouble:
-            self._in_trouble(explanation, processes, now)
-        elif self._named:
+            self._since = now if self._since is None else self._since
+            self._in_trouble(explanation, processes, now - self._since + self._half_s)
+            return
+        if self._named:
             log.warning("the run gets on again")
-            self._since, self._named = now, ""
+        self._since, self._named = None, ""
 
-    def _in_trouble(self, explanation: Explanation, processes: Mapping[str, int], now: float) -> None:
-        """Name whom the waits lead to, once; give up when it has lasted too long."""
-        if not self._named:
-            self._since = now - self._limits.quiet_s
-        lasted_s = now - self._since
-        if explanation.root != self._named:
-            self._named = explanation.root
+    def _in_trouble(self, explanation: Explanation, processes: Mapping[str, int], lasted_s: float) -> None:
+        """Name where the waits lead to; give up when it has lasted too long."""
+        text = f"stuck for {lasted_s:.0f} s at {explanation.root}:\n{explanation.text()}"
+        news = explanation.root != self._named and (not self._named or self._clock() - self._told >= REPEAT_S)
+        if lasted_s >= self._limits.quiet_s and news:
+            self._named, self._told = explanation.root, self._clock()
             self._show_stacks(processes)
-            self._tell(explanation, lasted_s)
+            log.warning("%s", text.replace("\n", " "))
+            log.warning("the stacks of all roles are in %s", self._attempt.stacks)
+            publish(self._attempt.stall, f"{text}\n".encode())
         if lasted_s >= self._limits.stall_s:
             self._show_stacks(processes, wake=True)
+            publish(self._attempt.stall, f"{text}\n".encode())
             raise Stalled(
-                f"{explanation.root} has held up the run for {lasted_s:.0f} s, longer than limits.stall_s; its work is "
-                f"safe up to the last checkpoint: mend the cause and go on with --resume\n{explanation.text()}"
+                f"{text}\nThat is longer than limits.stall_s: the attempt ends here. The stacks of all roles are in "
+                f"{self._attempt.stacks}; mend the cause and go on from the last checkpoint with --resume"
             )
 
-    def _tell(self, explanation: Explanation, lasted_s: float) -> None:
-        text = f"{explanation.root} has held up the run for {lasted_s:.0f} s:\n{explanation.text()}"
-        log.warning("%s", text.replace("\n", " "))
-        log.warning("the stacks of all roles are in %s", self._attempt.stacks)
-        publish(self._attempt.stall, f"{text}\n".encode())
-
     def _show_stacks(self, processes: Mapping[str, int], *, wake: bool = False) -> None:
-        """Have every role that knows how append its stacks to its file; a stopped one does when it goes on."""
+        """Have every role that knows how append its stacks to its file; a stopped one does when it goes on.
+
+        Only the process that wrote the heartbeat knows the request: one that is still coming up would end by it.
+        """
         for name, pid in processes.items():
             role, _, index = name.rpartition("-")
-            if read_heartbeat(self._attempt, role, int(index)) is not None:
+            beat = read_heartbeat(self._attempt, role, int(index))
+            if beat is not None and beat["pid"] == pid:
                 stacks.request(pid, wake=wake)
