@@ -20,6 +20,8 @@ from areal_hpc.waits import ANYBODY, LEADER, Achieved, Wait
 
 NEEDED = ("trainer-", "evaluator-")
 """Whom a run needs to come to its end; the others serve them, and may be idle."""
+BRIEF_S = 1.0
+"""What a file or a reward may take before it is worth a word."""
 NUM_NAMED = 4
 """Parties that a sentence names before it counts."""
 
@@ -108,13 +110,16 @@ class _Picture:
                 yield from ((wait, party) for party in wait.parties if party in self.processes)
 
     def walk(self, name: str) -> tuple[list[tuple[str, Wait]], str]:
-        """From one that is not stuck along the longest waits for others that are not, as far as that goes."""
+        """Along the longest waits for others that are not stuck, to one that waits for something else or for nobody."""
         path: list[tuple[str, Wait]] = []
-        seen = set(self.stuck)
-        while step := next((edge for edge in self.edges(name) if edge[1] not in {*seen, name}), None):
-            seen.add(name)
+        seen = {*self.stuck, name}
+        while not self._stands_outside(name, BRIEF_S):
+            step = next((edge for edge in self.edges(name) if edge[1] not in seen), None)
+            if step is None:
+                break
             path.append((name, step[0]))
             name = step[1]
+            seen.add(name)
         return path, name
 
     def way_to_root(self, start: str) -> tuple[list[tuple[str, Wait]], str]:
@@ -124,7 +129,7 @@ class _Picture:
         while queue:
             name = queue.popleft()
             edges = list(self.edges(name))
-            if not edges or self._stands_outside(name):
+            if not edges or self._stands_outside(name, self._quiet_s):
                 return ways[name], name
             for wait, party in edges:
                 if party not in ways:
@@ -132,8 +137,8 @@ class _Picture:
                     queue.append(party)
         return self._circle(start)
 
-    def _stands_outside(self, name: str) -> bool:
-        return any(wait.seconds >= self._quiet_s for wait in self._outside(name))
+    def _stands_outside(self, name: str, for_s: float) -> bool:
+        return any(wait.seconds >= for_s for wait in self._outside(name))
 
     def _circle(self, name: str) -> tuple[list[tuple[str, Wait]], str]:
         path: dict[str, Wait] = {}

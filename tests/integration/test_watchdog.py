@@ -10,6 +10,7 @@ the ring's directory    a file of it hangs when it is opened, as on a server tha
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +26,8 @@ WORDS = (
     *("trainer.total_steps=4000", "trainer.ranks=2", "evaluation.every_steps=1000", "evaluation.num_prompts=2"),
     *(f"limits.quiet_s={QUIET_S}", f"limits.stall_s={STALL_S}", "limits.stop_s=5"),
 )
-BLOCKED = {
-    "trainer-1": "<- trainer-1 has given no sign of life",
-    "generator-0": "<- generator-0 has given no sign of life",
-    "rollout-0": "<- rollout-0 has given no sign of life",
-    "evaluator-0": "stuck for 3 s at evaluator-0: evaluator-0 has given no sign of life",
-}
+BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evaluator-0": "at evaluator-0: "}
+"""What stands before its name: somebody waits for it, or nobody does."""
 
 
 def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
@@ -39,9 +36,9 @@ def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_atte
     with launched(tmp_path, model, *WORDS) as started:
         started.wait_for_step(1)
         roles = started.roles()
-        for name, words in BLOCKED.items():
-            block_for_a_while(started, name, roles[name], words)
-        block_the_ring(started, roles["rollout-0"])
+        for name, before in BLOCKED.items():
+            block_for_a_while(started, name, roles[name], before)
+        block_the_ring(started)
         told = command("why", started.run.root).stdout
         assert f"<- rollout-0 waits for the file system: reading {started.run.ring / 'CONTROL.json'} (" in told, told
         assert "generator-0 answers requests and serves version " in told
@@ -57,22 +54,22 @@ def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_atte
     assert "in read_control" in stack, "the stack does not show where it hangs"
 
 
-def block_for_a_while(started: Launched, name: str, process: psutil.Process, words: str) -> None:
+def block_for_a_while(started: Launched, name: str, process: psutil.Process, before: str) -> None:
     stacks = {path: path.stat().st_size for path in started.run.attempt(1).stacks.iterdir()}
     seen = len(started.text)
     process.suspend()
     began = time.monotonic()
     until(f"{name} to be named", lambda: f"at {name}: " in started.text[seen:])
     assert time.monotonic() - began < 30.0
-    assert words in started.text[seen:], started.text[seen:]
-    assert f"{name} has given no sign of life for 3 s; process {process.pid} on " in started.text[seen:]
+    silent = rf"{before}{name} has given no sign of life for \d+ s; process {process.pid} on .* is stopped by a signal"
+    assert re.search(silent, started.text[seen:]), started.text[seen:]
     process.resume()
     until("the run to get on", lambda: "the run gets on again" in started.text[seen:])
     until("stacks of all", lambda: all(path.stat().st_size > size for path, size in stacks.items()))
     assert len(stacks) == 5
 
 
-def block_the_ring(started: Launched, worker: psutil.Process) -> None:
+def block_the_ring(started: Launched) -> None:
     """Put a pipe that nobody writes in place of a file; the trainer may put a file back, so do it until one is open."""
     path = started.run.ring / "CONTROL.json"
     wait = f"reading {path}"
@@ -82,6 +79,6 @@ def block_the_ring(started: Launched, worker: psutil.Process) -> None:
             path.unlink(missing_ok=True)
             os.mkfifo(path)
         beat = read_json(started.run.attempt(1).heartbeat("rollout", 0))
-        return any(one["what"] == wait and one["seconds"] > 0.5 for one in beat["waits"])
+        return any(one["what"] == wait and one["seconds"] > 1.0 for one in beat["waits"])
 
     until("the worker to hang", hangs)

@@ -101,6 +101,14 @@ def test_a_file_system_that_does_not_answer_is_the_root_whatever_else_its_victim
     assert told.chain[-1].startswith("rollout-0 waits for the file system: reading ring/CONTROL.json (40 s)")
 
 
+def test_a_file_system_that_takes_long_is_told_before_it_is_a_stall() -> None:
+    hung = wait("reading ring/CONTROL.json", FILE_SYSTEM, seconds=SHORT)
+    rollout = seen("rollout-0", TICKET, ANSWERS, hung, moved={"groups sealed": 4.0})
+    told = explain([seen("generator-0", IDLE, moved={"tokens": 4.0}), rollout, seen("trainer-0", BATCH)], QUIET_S)
+    assert (told.trouble, told.root) == ((), "rollout-0")
+    assert "rollout-0 waits for the file system: reading ring/CONTROL.json (3 s)" in told.chain[-1]
+
+
 def test_a_circle_is_named_as_such() -> None:
     told = explain([seen("rollout-0", TICKET), seen("trainer-0", BATCH)], QUIET_S)
     assert told.root == "trainer-0, rollout-0"
