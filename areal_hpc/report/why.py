@@ -7,9 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
 
-from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
@@ -17,6 +15,7 @@ from areal_hpc.report.files import configuration
 from areal_hpc.report.observer import Observer, last_words
 from areal_hpc.report.picture import Seen, explain, sentence
 from areal_hpc.roles.heartbeat import SILENT_S, read_heartbeat
+from areal_hpc.roles.stopping import ALIVE, state_of
 
 POLL_S = 0.25
 ASK_S = 2.0
@@ -31,8 +30,8 @@ def why_lines(
     if attempt is None:
         return [f"run {run.root.name} has not been started"]
     limits, names = _limits(run), _names(attempt)
-    state = read_if_listed(attempt.state) or {"state": "not begun"}
-    lives = state["state"] == "running" and not Owner.from_record(state).is_gone()
+    state, owner = state_of(run, attempt.epoch)
+    lives = state in ALIVE and not owner.is_gone()
     head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives)}"
     told = attempt.stall.read_text(encoding="utf-8").splitlines() if attempt.stall.is_file() else []
     observer = Observer(attempt, silent_s=SILENT_S, start_s=limits.start_s, at_once=True, clock=clock)
@@ -52,10 +51,10 @@ def _explained(seen: Sequence[Seen], quiet_s: float) -> list[str]:
     return [*explanation.text().splitlines(), root, "all waits:", *(f"  {line}" for line in waits or ["none"])]
 
 
-def _state_text(state: dict[str, Any], lives: bool) -> str:
-    if state["state"] == "running" and not lives:
-        return "its launcher is gone; this is what was last said"
-    return "running" if lives else f"{state['state']}; this is what was last said"
+def _state_text(state: str, lives: bool) -> str:
+    if lives:
+        return state
+    return f"{'its launcher is gone' if state in ALIVE else state}; this is what was last said"
 
 
 def _names(attempt: AttemptDir) -> list[str]:
