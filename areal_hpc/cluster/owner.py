@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+STOPPED, HANGING = "T", "D"
+"""Kernel states: stopped by a signal; in a call that nothing interrupts, such as to a server that is away."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
@@ -45,8 +48,7 @@ class Owner:
         return self.boot != _boot() or start_ticks(self.pid) != self.start_ticks
 
     def kernel_state(self) -> str:
-        """How the kernel calls the state of a process of this host that lives: "T" is stopped, "D" hangs in the
-        kernel (proc(5)); else nothing."""
+        """How the kernel calls the state of a process of this host that lives (proc(5)); else nothing."""
         fields = None if self.host != socket.gethostname() or self.is_gone() else _stat(self.pid)
         return fields[0] if fields else ""
 

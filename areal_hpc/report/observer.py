@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import HANGING, STOPPED, Owner
 from areal_hpc.fs import AttemptDir
 from areal_hpc.report.picture import Seen
 from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
@@ -59,11 +59,11 @@ class Observer:
         state, process = owner.kernel_state(), f"process {owner.pid} on {owner.host}"
         if self._at_once and owner.is_gone():
             return f"is gone: {process} ended without a word"
-        if silent_s < self._silent_s and not (self._at_once and state == "T"):
+        if silent_s < self._silent_s and not (self._at_once and state == STOPPED):
             return ""
         reasons = {
-            "T": f"; {process} is stopped by a signal: `kill -CONT {owner.pid}` lets it go on",
-            "D": f"; {process} hangs in the kernel: a disk or file system does not answer",
+            STOPPED: f"; {process} is stopped by a signal: `kill -CONT {owner.pid}` lets it go on",
+            HANGING: f"; {process} hangs in the kernel: a disk or file system does not answer",
         }
         return f"has given no sign of life for {silent_s:.0f} s{reasons.get(state, f'; {process}')}"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
@@ -91,11 +92,14 @@ def _last_words(attempt: AttemptDir, names: Sequence[str]) -> list[Seen]:
 async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> list[str]:
     """What each engine says when it is asked itself: a heartbeat alone does not prove that requests are answered."""
     from areal_hpc.generation.client import EngineClient, Limits
+    from areal_hpc.roles.wiring.engines import engine_token
 
     limits = Limits(connect_s=ASK_S, admin_s=ASK_S)
 
-    async def ask(name: str, url: str) -> str:
-        client = EngineClient(name, url, token=run.token, limits=limits)
+    async def ask(name: str, endpoint: Mapping[str, Any]) -> str:
+        secret = run.token.read_text(encoding="ascii")
+        token = engine_token(secret, attempt.epoch, int(name.rpartition("-")[2]), endpoint["incarnation"])
+        client = EngineClient(name, endpoint["url"], token=token, limits=limits)
         try:
             return f"{name} answers requests and serves version {await client.probe()}"
         except GenerationError as error:
@@ -104,5 +108,4 @@ async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> li
             await client.close()
 
     endpoints = {name: read_if_listed(attempt.endpoints / f"{name}.json") or {} for name in names}
-    asked = [ask(name, endpoint["url"]) for name, endpoint in endpoints.items() if "url" in endpoint]
-    return list(await asyncio.gather(*asked))
+    return list(await asyncio.gather(*(ask(name, one) for name, one in endpoints.items() if "url" in one)))

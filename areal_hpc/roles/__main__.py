@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     process = enter(role, int(index), Path(root), int(epoch), int(incarnation))
     try:
         beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)
-        with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s):
+        with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s, state=process.state):
             code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
     except StopRequested:
         code = EXIT_STOPPED

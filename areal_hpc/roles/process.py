@@ -24,9 +24,9 @@ from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
-from areal_hpc.roles.stacks import dump_on_request
+from areal_hpc.roles.stacks import Stacks
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
-from areal_hpc.waits import advance, waiting
+from areal_hpc.waits import advance, published, waiting
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class RoleProcess:
     token: str
     recorder: Recorder
     stop_flag: threading.Event = field(default_factory=threading.Event)
+    stacks: Stacks | None = None
+    """Shows on request what this process is doing; None only in tests."""
     starting: ExitStack = field(default_factory=ExitStack)
     """The wait for this process to come up; its role closes it when it has what it works with."""
 
@@ -60,6 +62,12 @@ class RoleProcess:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    def state(self) -> Mapping[str, Any]:
+        """What each heartbeat tells; whoever asked for the stacks of this process gets them by the way."""
+        if self.stacks is not None:
+            self.stacks.answer()
+        return published()
 
     def stopping(self) -> bool:
         return self.stop_flag.is_set()
@@ -118,7 +126,6 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
     )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
-    dump_on_request(attempt.stack(role, index))
     process = RoleProcess(
         role=role,
         index=index,
@@ -129,6 +136,7 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         token=token,
         recorder=recorder,
         stop_flag=stop_flag,
+        stacks=Stacks(attempt, role, index),
     )
     process.starting.callback(advance, "starts")  # from here on it has that much time to get on
     process.starting.enter_context(waiting("coming up", limit_s=config.limits.start_s))

@@ -15,14 +15,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol
 
+from areal_hpc.cluster.owner import STOPPED, Owner
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import AttemptDir, publish
 from areal_hpc.report.observer import Observer
-from areal_hpc.report.picture import Explanation, explain
+from areal_hpc.report.picture import Explanation, Seen, explain
 from areal_hpc.roles import stacks
 from areal_hpc.roles.heartbeat import read_heartbeat
 
@@ -64,40 +65,56 @@ class Watchdog:
             return
         self._next_look = now + min(WATCH_S, self._half_s)
         processes = {f"{role}-{index}": process.pid for (role, index), process in running.items()}
-        explanation = explain(self._observer.look(processes), self._half_s)
+        seen = self._observer.look(processes)
+        explanation = explain(seen, self._half_s)
         if explanation.trouble:
             self._since = now if self._since is None else self._since
-            self._in_trouble(explanation, processes, now - self._since + self._half_s)
+            lasted_s = now - self._since + self._half_s
+            if self._tell(explanation, lasted_s):
+                self._show_stacks(seen, processes)
+            if lasted_s >= self._limits.stall_s:
+                self._show_stacks(seen, processes, wake=True)
+                self._give_up(explanation, lasted_s)
             return
         if self._named:
             log.warning("the run gets on again")
         self._since, self._named = None, ""
 
-    def _in_trouble(self, explanation: Explanation, processes: Mapping[str, int], lasted_s: float) -> None:
-        """Name where the waits lead to; give up when it has lasted too long."""
-        text = f"stuck for {lasted_s:.0f} s at {explanation.root}:\n{explanation.text()}"
+    def _tell(self, explanation: Explanation, lasted_s: float) -> bool:
+        """Say where the waits lead to, unless it has been said or is not worth it yet; whether it was said."""
         news = explanation.root != self._named and (not self._named or self._clock() - self._told >= REPEAT_S)
-        if lasted_s >= self._limits.quiet_s and news:
-            self._named, self._told = explanation.root, self._clock()
-            self._show_stacks(processes)
-            log.warning("%s", text.replace("\n", " "))
-            log.warning("the stacks of all roles are in %s", self._attempt.stacks)
-            publish(self._attempt.stall, f"{text}\n".encode())
-        if lasted_s >= self._limits.stall_s:
-            self._show_stacks(processes, wake=True)
-            publish(self._attempt.stall, f"{text}\n".encode())
-            raise Stalled(
-                f"{text}\nThat is longer than limits.stall_s: the attempt ends here. The stacks of all roles are in "
-                f"{self._attempt.stacks}; mend the cause and go on from the last checkpoint with --resume"
-            )
+        if lasted_s < self._limits.quiet_s or not news:
+            return False
+        self._named, self._told = explanation.root, self._clock()
+        text = _text(explanation, lasted_s)
+        publish(self._attempt.stall, f"{text}\n".encode())
+        log.warning("%s", text.replace("\n", " "))
+        log.warning("the stacks of all roles are in %s", self._attempt.stacks)
+        return True
 
-    def _show_stacks(self, processes: Mapping[str, int], *, wake: bool = False) -> None:
-        """Have every role that knows how append its stacks to its file; a stopped one does when it goes on.
+    def _give_up(self, explanation: Explanation, lasted_s: float) -> NoReturn:
+        text = _text(explanation, lasted_s)
+        publish(self._attempt.stall, f"{text}\n".encode())
+        raise Stalled(
+            f"{text}\nThat is longer than limits.stall_s: the attempt ends here. The stacks of all roles are in "
+            f"{self._attempt.stacks}; mend the cause and go on from the last checkpoint with --resume"
+        )
 
-        Only the process that wrote the heartbeat knows the request: one that is still coming up would end by it.
+    def _show_stacks(self, seen: Sequence[Seen], processes: Mapping[str, int], *, wake: bool = False) -> None:
+        """Have every role append its stacks to its file; one that is stopped does when it goes on.
+
+        Args:
+            wake: let it go on, now that all is lost.
         """
-        for name, pid in processes.items():
+        stacks.ask_all(self._attempt)
+        for name in (one.name for one in seen if one.absent):
             role, _, index = name.rpartition("-")
             beat = read_heartbeat(self._attempt, role, int(index))
-            if beat is not None and beat["pid"] == pid:
-                stacks.request(pid, wake=wake)
+            if beat is None or beat["pid"] != processes[name]:
+                continue  # one that is still coming up would end by the signal
+            if wake or Owner.from_record(beat).kernel_state() != STOPPED:
+                stacks.ask_silent(processes[name], wake=wake)
+
+
+def _text(explanation: Explanation, lasted_s: float) -> str:
+    return f"stuck for {lasted_s:.0f} s at {explanation.root}:\n{explanation.text()}"

@@ -24,7 +24,7 @@ from areal_hpc.fs import read_json
 QUIET_S, STALL_S = 3.0, 16.0
 WORDS = (
     *("trainer.total_steps=4000", "trainer.ranks=2", "evaluation.every_steps=1000", "evaluation.num_prompts=2"),
-    *(f"limits.quiet_s={QUIET_S}", f"limits.stall_s={STALL_S}", "limits.stop_s=5"),
+    *(f"limits.quiet_s={QUIET_S}", f"limits.stall_s={STALL_S}", "limits.stop_s=5", "limits.attempts=0"),
 )
 BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evaluator-0": "at evaluator-0: "}
 """What stands before its name: somebody waits for it, or nobody does."""
@@ -39,6 +39,7 @@ def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_atte
         for name, before in BLOCKED.items():
             block_for_a_while(started, name, roles[name], before)
         block_the_ring(started)
+        until("the worker to be named", lambda: "at rollout-0: trainer-0 waits for rollout-0: a batch" in started.text)
         told = command("why", started.run.root).stdout
         assert f"<- rollout-0 waits for the file system: reading {started.run.ring / 'CONTROL.json'} (" in told, told
         assert "generator-0 answers requests and serves version " in told
@@ -55,7 +56,7 @@ def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_atte
 
 
 def block_for_a_while(started: Launched, name: str, process: psutil.Process, before: str) -> None:
-    stacks = {path: path.stat().st_size for path in started.run.attempt(1).stacks.iterdir()}
+    stacks = {path: path.stat().st_size for path in started.run.attempt(1).stacks.glob("*.txt")}
     seen = len(started.text)
     process.suspend()
     began = time.monotonic()

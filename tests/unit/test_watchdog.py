@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import Owner, start_ticks
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
-from areal_hpc.fs import AttemptDir, RunDir
+from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.roles import stacks
 from areal_hpc.roles.watchdog import Watchdog
 
@@ -48,6 +52,10 @@ class World:
         beat = {**self.owner, **state, "waits": told, "achieved": achieved, **more}
         self.attempt.heartbeat(role, 0).write_text(json.dumps(beat))  # there is nobody who could read a half
 
+    @property
+    def num_requests(self) -> int:
+        return int(read_if_listed(self.attempt.stacks / stacks.REQUEST) or 0)
+
     def until(self, moment: float, beats: Callable[[], None]) -> None:
         while self.now < moment:
             self.now += 1.0
@@ -63,7 +71,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> World:
     caplog.set_level(logging.WARNING)
     made = World(RunDir.create(tmp_path / "run").attempt(1).create())
-    monkeypatch.setattr(stacks, "request", lambda pid, wake=False: made.asked.append((pid, wake)))
+    monkeypatch.setattr(stacks, "ask_silent", lambda pid, wake=False: made.asked.append((pid, wake)))
     return made
 
 
@@ -88,12 +96,12 @@ def test_a_stall_is_named_once_and_in_time_and_then_ends_the_attempt(
     assert first.startswith("stuck for 24 s at trainer-0, rollout-0: trainer-0 waits for rollout-0: a batch (")
     assert second == f"the stacks of all roles are in {world.attempt.stacks}"
     assert world.attempt.stall.read_text().startswith("stuck for 24 s at trainer-0, rollout-0:\ntrainer-0 waits")
-    assert world.asked == [(world.owner["pid"], False)] * 2
+    assert (world.num_requests, world.asked) == (1, [])  # those whose heart beats are asked by a file
     with pytest.raises(Stalled, match=r"stuck for 100 s at trainer-0, rollout-0:\n.*\n(.*\n)*.*limits\.stall_s"):
         world.until(200.0, world.all_wait)
     assert world.now == LIMITS.stall_s
     assert len(caplog.records) == 2
-    assert world.asked[2:] == [(world.owner["pid"], True)] * 2  # a stopped one is woken, or it could not answer
+    assert (world.num_requests, world.asked) == (2, [])
     assert world.attempt.stall.read_text().startswith("stuck for 100 s")
 
 
@@ -109,8 +117,10 @@ def test_one_that_falls_silent_is_named_though_the_trainer_gets_on(
     world.until(34.0, beats)
     pid = world.owner["pid"]
     assert f"rollout-0 has given no sign of life for 24 s; process {pid} on " in caplog.text
+    assert world.asked == [(pid, False)]
     with pytest.raises(Stalled, match=r"stuck for 100 s at rollout-0"):
         world.until(300.0, beats)
+    assert world.asked == [(pid, False), (pid, True)]
 
 
 def test_who_gets_on_again_is_forgiven(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,8 +154,23 @@ def test_a_role_that_comes_up_has_its_own_limit(world: World, caplog: pytest.Log
 
 def test_another_process_of_that_role_is_not_asked_before_it_says_that_it_knows_how(world: World) -> None:
     world.running["rollout", 0] = Process(4711)
-    world.until(30.0, world.all_wait)
-    assert world.asked == [(world.owner["pid"], False)]
+    world.beat("rollout", TICKET, counter=1)
+    world.until(40.0, lambda: world.beat("trainer", moved=world.now))
+    assert (world.num_requests, world.asked) == (1, [])
+
+
+def test_one_that_is_stopped_is_not_asked_before_all_is_lost(world: World) -> None:
+    """The signal would reach it in the instant in which it goes on, wherever that is."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        ticks = start_ticks(other.pid)
+        world.running["rollout", 0] = Process(other.pid)
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        world.beat("rollout", TICKET, counter=1, pid=other.pid, start_ticks=ticks)
+        with pytest.raises(Stalled, match=rf"`kill -CONT {other.pid}` lets it go on"):
+            world.until(300.0, lambda: world.beat("trainer", moved=world.now))
+        assert world.asked == [(other.pid, True)]
+        other.kill()
 
 
 def test_only_running_roles_are_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
