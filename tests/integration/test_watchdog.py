@@ -46,11 +46,11 @@ def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_atte
         assert started.wait(limit_s=60.0) == 70, started.text
         assert started.left_over() == []
     end = started.text.rpartition("areal-hpc: ")[2]
-    assert end.startswith(f"stuck for {STALL_S:.0f} s at rollout-0:\ntrainer-0 waits for rollout-0: a batch of "), end
+    assert re.match(r"stuck for \d+ s at rollout-0:\ntrainer-0 waits for rollout-0: a batch of ", end), end
     assert read_json(started.run.attempt(1).state)["state"] == "failed"
     assert newest_checkpoint(started.run).version.step >= 1, "the trainers could still commit"
     told = command("why", started.run.root).stdout
-    assert f"stuck for {STALL_S:.0f} s at rollout-0:\n" in told
+    assert re.search(r"failed; this is what was last said\nstuck for \d+ s at rollout-0:\n", told), told
     stack = started.run.attempt(1).stack("rollout", 0).read_text()
     assert "in read_control" in stack, "the stack does not show where it hangs"
 
