@@ -1,4 +1,4 @@
-"""F46, F47: who waits in a collective is told from outside of it, by a thread of a process that is stuck in C."""
+"""Faults 46 and 47: who waits in a collective is told from outside of it, by a thread of a process that is stuck in C."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def meet(group: ProcessGroup, directory: str) -> dict[str, Any] | None:
     return cast(dict[str, Any], json.loads(told.read_text()))
 
 
-def test_F47_a_rank_in_a_collective_says_for_whom_it_waits(tmp_path: Path) -> None:
+def test_fault_47_a_rank_in_a_collective_says_for_whom_it_waits(tmp_path: Path) -> None:
     told, _ = run_ranks(2, meet, str(tmp_path))
     assert told == {"what": "all ranks to agree", "limit_s": 60.0}  # the limit that the group was made with
 
 
-def test_F46_an_engine_says_which_group_does_not_form_and_gives_up_in_time(tmp_path: Path) -> None:
+def test_fault_46_an_engine_says_which_group_does_not_form_and_gives_up_in_time(tmp_path: Path) -> None:
     """The trainer hosts the store and never joins."""
     store = host_store(timeout_s=LIMIT_S)
     address = GroupAddress(host="127.0.0.1", port=store.port, name="w-1-0", world_size=2, backend="gloo")

@@ -1,6 +1,6 @@
 """One run whose roles are blocked in turn: each is named, shows its stacks, and is forgiven; the last one is not.
 
-trainer-1 stopped       F47: a rank that skips a collective, as its peer sees it
+trainer-1 stopped       fault 47: a rank that skips a collective, as its peer sees it
 generator-0 stopped     an engine that does not answer
 rollout-0 stopped       nobody fills the ring
 evaluator-0 stopped     nobody waits for it yet, but no run ends without it
@@ -30,7 +30,7 @@ BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evalua
 """What stands before its name: somebody waits for it, or nobody does."""
 
 
-def test_F41_F47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
+def test_fault_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     make_model(model, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
     with launched(tmp_path, model, *WORDS) as started:

@@ -138,7 +138,7 @@ def test_waits_in_a_ring_of_all_are_no_circle_while_one_way_leads_to_somebody_wh
 
 
 @pytest.mark.parametrize("others", [2, 3])
-def test_F47_a_rank_that_skips_a_collective_is_named_by_those_that_do_not(others: int) -> None:
+def test_fault_47_a_rank_that_skips_a_collective_is_named_by_those_that_do_not(others: int) -> None:
     ranks = [f"trainer-{rank}" for rank in range(others + 1)]
     meeting = [
         seen(name, wait("the sum of gradients", *(set(ranks) - {name}), limit_s=2100.0), moved={"micro-batches": LONG})
@@ -151,7 +151,7 @@ def test_F47_a_rank_that_skips_a_collective_is_named_by_those_that_do_not(others
     assert explain([*meeting, busy], QUIET_S).trouble == ()
 
 
-def test_F47_ranks_in_two_different_collectives_are_a_circle() -> None:
+def test_fault_47_ranks_in_two_different_collectives_are_a_circle() -> None:
     told = explain(
         [
             seen("trainer-0", wait("the sum of gradients", "trainer-1", limit_s=2100.0)),
@@ -164,7 +164,7 @@ def test_F47_ranks_in_two_different_collectives_are_a_circle() -> None:
     assert "what rank 0 shares" in told.chain[1]
 
 
-def test_F46_a_group_that_does_not_form_names_who_has_not_come() -> None:
+def test_fault_46_a_group_that_does_not_form_names_who_has_not_come() -> None:
     told = explain(
         [
             seen("generator-0", absent=SILENT),

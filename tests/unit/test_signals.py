@@ -1,4 +1,4 @@
-"""F12, F13: a request to stop that comes in the middle of something long is heard, and spoils nothing."""
+"""Faults 12 and 13: a request to stop that comes in the middle of something long is heard, and spoils nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_time(call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_F12_the_trainer_hears_it_while_it_waits_for_the_first_evaluation(process: RoleProcess) -> None:
+def test_fault_12_the_trainer_hears_it_while_it_waits_for_the_first_evaluation(process: RoleProcess) -> None:
     polls = []
 
     def poll() -> None:
@@ -61,7 +61,7 @@ def test_F12_the_trainer_hears_it_while_it_waits_for_the_first_evaluation(proces
     assert polls == [False]
 
 
-def test_F12_the_evaluator_hears_it_in_the_middle_of_an_evaluation(
+def test_fault_12_the_evaluator_hears_it_in_the_middle_of_an_evaluation(
     process: RoleProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, cancelled = [], []
@@ -85,7 +85,7 @@ def test_F12_the_evaluator_hears_it_in_the_middle_of_an_evaluation(
     assert (began, cancelled) == ([False], [True])
 
 
-def test_F13_signals_in_the_middle_of_a_save_do_not_abort_the_commit(tmp_path: Path) -> None:
+def test_fault_13_signals_in_the_middle_of_a_save_do_not_abort_the_commit(tmp_path: Path) -> None:
     """In a process that has become a trainer: both signals arrive while the checkpoint's files are being written."""
     run = RunDir.create(tmp_path / "run")
     attempt = run.attempt(1).create()
