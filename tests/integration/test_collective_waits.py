@@ -1,4 +1,4 @@
-"""Faults 46 and 47: who waits in a collective is told from outside of it, by a thread of a process that is stuck in C."""
+"""Faults 46 and 47: who waits in a collective is told from outside, by a thread of a process that is stuck in C."""
 
 from __future__ import annotations
 
