@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | keys | export | status | stop | ledger``.
+"""The command line: ``areal-hpc run | config | keys | export | status | why | stop | ledger``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -14,24 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc import __version__
-from areal_hpc.errors import ArealError, UserError
+from areal_hpc.errors import ArealError, Stalled, UserError
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_STALLED = 70
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1."""
+    """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1, one that
+    stood still 70."""
     options = _parse(arguments)
     try:
         code: int = options.command(options)
     except UserError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Stalled as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_STALLED
     except (ArealError, OSError) as error:  # a full disk, a directory that may not be written
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -85,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="how a run is doing, from its files alone")
     status.add_argument("run_dir", type=Path)
     status.set_defaults(command=_status)
+
+    why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
+    why.add_argument("run_dir", type=Path)
+    why.set_defaults(command=_why)
 
     stop = commands.add_parser("stop", help="ask a run to write a checkpoint and end, and wait until it has")
     stop.add_argument("run_dir", type=Path)
@@ -160,6 +169,14 @@ def _status(options: argparse.Namespace) -> int:
     from areal_hpc.report import status_lines
 
     print("\n".join(status_lines(RunDir.open(options.run_dir))))
+    return 0
+
+
+def _why(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report import why_lines
+
+    print("\n".join(why_lines(RunDir.open(options.run_dir))))
     return 0
 
 

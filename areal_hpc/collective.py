@@ -9,21 +9,32 @@ part of every key of the rendezvous, so a fresh name for each membership can mee
     group = join_group(address, rank, timeout_s)                          engine, the same at the same time
     dist.broadcast(buffer, group=group, group_src=0)                      all of them
     leave_group(group)
+
+The trainer's ranks are a group of their own, whose members are called "trainer-0" and so on:
+
+    with meeting("the sum of gradients", group):
+        dist.all_reduce(gradients, group=group)
 """
 
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from areal_hpc.accelerator import ACCELERATORS, Accelerator
 from areal_hpc.errors import ConfigError
 from areal_hpc.types import GroupAddress
+from areal_hpc.waits import waiting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import ProcessGroup
+
+
+_limits: dict[str, float] = {}
+"""Time limit of each operation, by the group's name."""
 
 
 def bracketed(host: str) -> str:
@@ -95,6 +106,7 @@ def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPSto
         timeout=limit,
     )
     assert isinstance(group, dist.ProcessGroup)
+    _limits[address.name] = timeout_s
     # The table by which collectives translate ranks; new_group fills it only for subsets of the default group.
     c10d._world.pg_group_ranks[group] = {index: index for index in range(address.world_size)}
     return group
@@ -104,4 +116,11 @@ def leave_group(group: ProcessGroup) -> None:
     """Drop the group on this rank, whatever its other members do."""
     import torch.distributed as dist
 
+    _limits.pop(group.group_name, None)
     dist.destroy_process_group(group)
+
+
+def meeting(what: str, group: ProcessGroup) -> AbstractContextManager[object]:
+    """Names the wait of a trainer rank for the others, in a collective of ``group``."""
+    others = (f"trainer-{rank}" for rank in range(group.size()) if rank != group.rank())
+    return waiting(what, *others, limit_s=_limits.get(group.group_name))

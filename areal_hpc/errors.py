@@ -13,8 +13,9 @@
     ├── WeightUpdateError             an engine did not take the new weights whole; names the engine
     ├── RewardError                   a reward function raised, hung, or returned no finite number
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
-    └── RoleDied                      a process of the run ended; names it, its exit code and its last lines
-        └── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
+    ├── RoleDied                      a process of the run ended; names it, its exit code and its last lines
+    │   └── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
+    └── Stalled                       nobody in the run gets on; says who waits for whom
 
 All are picklable: they are built from one message, so they cross process borders unchanged.
 """
@@ -80,3 +81,7 @@ class RoleDied(ArealError):
 
 class AttemptFailed(RoleDied):
     """A process ended without which the attempt cannot go on, such as a trainer rank; the next one may."""
+
+
+class Stalled(ArealError):
+    """Work that the run needs has stood still for longer than it may."""

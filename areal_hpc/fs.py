@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RunDirError, WaitTimeout
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 PRIVATE_FILE = 0o600
 PRIVATE_DIR = 0o700
@@ -57,9 +58,10 @@ def publish(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file system refused; ``path`` is unchanged and nothing is left behind.
     """
-    with _temporary(path, data) as temporary:
-        os.replace(temporary, path)
-    fsync_directory(path.parent)
+    with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
+        with _temporary(path, data) as temporary:
+            os.replace(temporary, path)
+        fsync_directory(path.parent)
 
 
 def publish_json(path: Path, value: Any) -> None:
@@ -72,7 +74,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
 
     link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first).
     """
-    with _temporary(path, data) as temporary:
+    with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None), _temporary(path, data) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -98,31 +100,41 @@ def _create_by_open(path: Path, data: bytes) -> bool:
     return True
 
 
+def names_in(directory: Path) -> list[str]:
+    """The names in ``directory``, listed anew."""
+    with waiting(f"listing {directory}", FILE_SYSTEM, limit_s=None):
+        return os.listdir(directory)
+
+
 def read_json(path: Path) -> Any:
     """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
-    return json.loads(path.read_bytes())
+    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None):
+        return json.loads(path.read_bytes())
 
 
 def read_if_listed(path: Path) -> Any | None:
     """The JSON document at ``path``, or None while its directory does not list it."""
     try:
-        names = os.listdir(path.parent)
+        names = names_in(path.parent)
     except FileNotFoundError:
         return None
     return read_json(path) if path.name in names else None
 
 
-def wait_for(what: str, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.1, *, hint: str = "") -> Any:
-    """The first truthy answer of ``ready``, asked every ``poll_s`` seconds.
+def wait_for(
+    what: str, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.1, *, party: str, hint: str = ""
+) -> Any:
+    """The first truthy answer of ``ready``, asked every ``poll_s`` seconds; ``party`` is who brings it about.
 
     Raises:
         WaitTimeout: none came in ``timeout_s`` seconds; the message names ``what`` and carries ``hint``.
     """
     deadline = time.monotonic() + timeout_s
-    while not (answer := ready()):
-        if time.monotonic() >= deadline:
-            raise WaitTimeout(f"waited {timeout_s:g} s for {what}, which did not come{'; ' + hint if hint else ''}")
-        time.sleep(poll_s)
+    with waiting(what, party, limit_s=timeout_s):
+        while not (answer := ready()):
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(f"waited {timeout_s:g} s for {what}, which did not come{'; ' + hint if hint else ''}")
+            time.sleep(poll_s)
     return answer
 
 
@@ -139,7 +151,8 @@ class RunDir:
 
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
-    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ telemetry/ state.json
+    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
+                                     state.json, stall.txt where somebody got stuck
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -256,7 +269,7 @@ class AttemptDir:
     root: Path
 
     def create(self) -> AttemptDir:
-        for directory in (self.root, self.endpoints, self.heartbeats, self.logs, self.telemetry):
+        for directory in (self.root, self.endpoints, self.heartbeats, self.logs, self.stacks, self.telemetry):
             make_private_directory(directory)
         return self
 
@@ -275,6 +288,14 @@ class AttemptDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / "stacks"
+
+    @property
+    def stall(self) -> Path:
+        return self.root / "stall.txt"
 
     @property
     def telemetry(self) -> Path:
@@ -300,6 +321,9 @@ class AttemptDir:
 
     def log(self, role: str, index: int) -> Path:
         return self.logs / f"{role}-{index}.log"
+
+    def stack(self, role: str, index: int) -> Path:
+        return self.stacks / f"{role}-{index}.txt"
 
     def records(self, role: str, index: int) -> Path:
         return self.telemetry / f"{role}-{index}.jsonl"

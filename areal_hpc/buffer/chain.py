@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from areal_hpc.buffer.records import RecordType, checksum, frame
 from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
 STOP_S = 60.0
@@ -198,9 +199,10 @@ class ChainWriter:
 
     def _put(self, data: bytes, offset: int) -> None:
         written = 0
-        while written < len(data):
-            written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
-        os.fdatasync(self._file.fd)
+        with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None):
+            while written < len(data):
+                written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
+            os.fdatasync(self._file.fd)
 
     def _roll(self) -> None:
         """Begin the next segment. Where none can be created this one simply grows; the next commit tries again."""
@@ -288,7 +290,8 @@ class GroupCommit:
         with self._chain.wake:
             self._stopping = True
             self._chain.wake.notify_all()
-        self._thread.join(STOP_S)
+        with waiting(f"writing {self._chain.directory}", FILE_SYSTEM, limit_s=STOP_S):
+            self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise WaitTimeout(f"waited {STOP_S:g} s for the file system to write {self._chain.directory}")
 

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, names_in
 from areal_hpc.types import GroupRef, TrajectoryGroup
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 T = TypeVar("T")
 WINDOW_BYTES = 1 << 13
@@ -57,11 +58,12 @@ def reading(path: Path, read: Callable[[int], T]) -> T | None:
 
 
 def _read(path: Path, read: Callable[[int], T]) -> T:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return read(fd)
-    finally:
-        os.close(fd)
+    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return read(fd)
+        finally:
+            os.close(fd)
 
 
 class _Window:
@@ -110,7 +112,7 @@ class ChainReader:
         """The lowest segment above ``after`` that the directory lists."""
         assert after is not None
         try:
-            names = os.listdir(self.directory)
+            names = names_in(self.directory)
         except FileNotFoundError:
             return None
         numbers = (int(name[:8]) for name in names if re.fullmatch(r"\d{8}\.seg", name))

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from areal_hpc.checkpoint.files import STATE, path_of, pending, write_manifest
 from areal_hpc.errors import RoleDied
 from areal_hpc.fs import PRIVATE_DIR, RunDir, fsync_directory, publish, publish_json, read_json, wait_for
 from areal_hpc.types import WeightVersion
-
-PART_NAME = re.compile(r"part-(\d{5})\.json")
 
 
 def _no_successor() -> None:
@@ -103,20 +102,22 @@ def await_parts(directory: Path, ranks: Sequence[int], timeout_s: float) -> None
 
     Raises:
         RoleDied: a rank says that its part failed, which ends it as well; names it.
-        WaitTimeout: a rank said nothing; names those.
+        WaitTimeout: a rank said nothing; names it.
     """
-
-    def missing() -> list[int]:
-        found = {int(match[1]) for name in os.listdir(directory) if (match := PART_NAME.fullmatch(name))}
-        return sorted(set(ranks) - found)
-
-    wait_for(
-        f"the parts of {len(ranks)} other trainer ranks in {directory}",
-        lambda: not missing(),
-        timeout_s,
-        hint="those without a file part-RANK.json there are behind; look into their logs",
-    )
+    deadline = time.monotonic() + timeout_s
     for rank in ranks:
-        problem = read_json(directory / f"part-{rank:05d}.json")["problem"]
+        part = directory / f"part-{rank:05d}.json"
+        wait_for(
+            f"the part of trainer rank {rank} in {directory}",
+            partial(_is_listed, part),
+            max(0.0, deadline - time.monotonic()),
+            party=f"trainer-{rank}",
+            hint="look into its log",
+        )
+        problem = read_json(part)["problem"]
         if problem is not None:
             raise RoleDied(f"trainer rank {rank} could not write its part of {directory} ({problem}); see its log")
+
+
+def _is_listed(path: Path) -> bool:
+    return path.name in os.listdir(path.parent)

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+STOPPED, HANGING = "T", "D"
+"""Kernel states: stopped by a signal; in a call that nothing interrupts, such as to a server that is away."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
@@ -44,15 +47,25 @@ class Owner:
             return False
         return self.boot != _boot() or start_ticks(self.pid) != self.start_ticks
 
+    def kernel_state(self) -> str:
+        """How the kernel calls the state of a process of this host that lives (proc(5)); else nothing."""
+        fields = None if self.host != socket.gethostname() or self.is_gone() else _stat(self.pid)
+        return fields[0] if fields else ""
+
 
 def start_ticks(pid: int) -> int | None:
     """Start time of process ``pid`` in clock ticks since boot; None when it is gone or a zombie (proc(5))."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc says of a process, from its state on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    return text.rpartition(")")[2].split()
 
 
 def _boot() -> str:

@@ -186,6 +186,11 @@ def check_time_limits(config: Config) -> Iterator[str]:
             f"limits.starve_s: {limits.starve_s:g} s ends the run while an episode may still take rollout.timeout_s "
             f"{rollout.timeout_s:g} s; raise it, or lower rollout.timeout_s"
         )
+    if limits.stall_s < limits.quiet_s:
+        yield (
+            f"limits.stall_s: {limits.stall_s:g} s ends a stalled attempt before limits.quiet_s {limits.quiet_s:g} s "
+            "has let it be named; raise it, or lower limits.quiet_s"
+        )
 
 
 def check_evaluation(config: Config) -> Iterator[str]:

@@ -82,6 +82,8 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.restart_window_s": "(0, inf)",
     "limits.attempts": "[0, inf)",
     "limits.checkpoint_s": "(0, inf)",
+    "limits.quiet_s": "[1, inf)",
+    "limits.stall_s": "[1, inf)",
     "limits.stop_s": "(2, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""

@@ -384,7 +384,11 @@ class LimitsConfig:
     attempts: int = 3
     """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
     checkpoint_s: float = 1800.0
-    """Longest time that the next checkpoint, or the end of the run, waits for the one that is being written."""
+    """Longest time for writing a checkpoint: who waits for it gives up, and the watchdog calls the trainer stuck."""
+    quiet_s: float = 25.0
+    """Silence of a process, or of all that its work depends on, after which the watchdog says who waits for whom."""
+    stall_s: float = 600.0
+    """The same after which the watchdog ends the attempt, with exit code 70."""
     stop_s: float = 10.0
     """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""
 

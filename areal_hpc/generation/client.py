@@ -110,7 +110,7 @@ class EngineClient:
         self._initial = version
         self.incarnation = incarnation
         self._locate = locate
-        self._http = Connection(f"engine {name}", url, token=token, connect_s=self.limits.connect_s)
+        self._http = Connection(name, url, token=token, connect_s=self.limits.connect_s)
         self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
         self._know_nothing()

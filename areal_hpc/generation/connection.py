@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from areal_hpc.errors import GenerationError
+from areal_hpc.waits import waiting
 
 ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
@@ -50,21 +51,21 @@ class Connection:
     """Calls to the server at ``url``.
 
     Args:
-        who: how errors name the engine; it stands before the address.
+        engine: its name.
         token: what the server asks for, or the file that holds it; empty for none.
         connect_s: longest time until a connection stands.
         idle_s: longest time for which one lies idle and is still used.
     """
 
-    def __init__(self, who: str, url: str, *, token: str | Path, connect_s: float, idle_s: float = IDLE_S) -> None:
+    def __init__(self, engine: str, url: str, *, token: str | Path, connect_s: float, idle_s: float = IDLE_S) -> None:
         self.url = url.rstrip("/")
-        self._who = who
+        self._engine = engine
         self._token = token
         self._connect_s, self._idle_s = connect_s, idle_s
         self._session: aiohttp.ClientSession | None = None
 
     def __str__(self) -> str:
-        return f"{self._who} at {self.url}"
+        return f"engine {self._engine} at {self.url}"
 
     async def call(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, Any]:
         """One exchange: status, and the JSON answer (the text where it is none).
@@ -135,10 +136,12 @@ class Connection:
         if self._session is None:
             self._session = self._open()
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
-        async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
-            if response.status == 401:
-                raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
-            return response.status, _decoded(await response.text())
+        request_id = body.get("rid", "") if isinstance(body, dict) else ""
+        with waiting(f"an answer to {path}", self._engine, limit_s=limit_s, about=request_id):
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                if response.status == 401:
+                    raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
+                return response.status, _decoded(await response.text())
 
     def _open(self) -> aiohttp.ClientSession:
         token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token

@@ -23,6 +23,7 @@ from typing import Protocol
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.connection import EngineLost, EngineRefused
 from areal_hpc.types import Completion, GenerationRequest
+from areal_hpc.waits import waiting
 
 MAX_SESSIONS = 65536
 """Sessions remembered; the longest unused is forgotten first and starts again wherever there is room."""
@@ -62,6 +63,7 @@ class Router:
     def __init__(self, engines: Sequence[Engine], *, probe_s: float = 2.0, wait_s: float = 300.0) -> None:
         assert engines, "a router needs an engine"
         self._members = [_Member(engine) for engine in engines]
+        self._names = [engine.name for engine in engines]
         self._probe_s = probe_s
         self._wait_s = wait_s
         self._expected = 0
@@ -135,8 +137,9 @@ class Router:
 
     async def _choose(self, session: str) -> _Member:
         try:
-            async with asyncio.timeout(self._wait_s), self._returned:
-                await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
+            with waiting("any of them to come back", *self._names, limit_s=self._wait_s):
+                async with asyncio.timeout(self._wait_s), self._returned:
+                    await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
         except TimeoutError as error:
             raise GenerationError(f"no engine came back in {self._wait_s:g} s: {self.out()}") from error
         member = self._sessions.get(session)

@@ -7,6 +7,7 @@ from areal_hpc.report.ledger import ledger_lines, prove_run
 from areal_hpc.report.proof import Breach, Proof
 from areal_hpc.report.status import status_lines
 from areal_hpc.report.summary import Summary, summarise
+from areal_hpc.report.why import why_lines
 
 __all__ = [
     "Breach",
@@ -17,5 +18,6 @@ __all__ = [
     "prove_run",
     "status_lines",
     "summarise",
+    "why_lines",
     "write_report",
 ]

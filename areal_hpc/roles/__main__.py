@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from areal_hpc.errors import UserError
-from areal_hpc.roles.heartbeat import beating
+from areal_hpc.roles.heartbeat import BEAT_S, beating
 from areal_hpc.roles.process import EXIT_STOPPED, EXIT_USER_ERROR, StopRequested, enter
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ def main(arguments: list[str]) -> int:
     assert role in ROLES, role
     process = enter(role, int(index), Path(root), int(epoch), int(incarnation))
     try:
-        with beating(process.attempt, role, process.index, process.incarnation):
+        beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)
+        with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s, state=process.state):
             code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
     except StopRequested:
         code = EXIT_STOPPED

@@ -2,7 +2,7 @@
 
     claim an epoch ── start, watch and end its processes ── done, or stopped ── that is how the run went
           ↑                                  │
-          └──── limits.attempts allows ──────┘ a trainer rank died
+          └──── limits.attempts allows ──────┘ a trainer rank died, or nobody got on any more
 
 Attempts that commit new steps may follow each other for ever. A person's mistake, a process that was replaced too
 often, a stop request or another owner end the run whatever the limit says.
@@ -24,12 +24,13 @@ from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import AttemptFailed
+from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
+from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 IRREPLACEABLE = ("trainer", "generator")
@@ -59,7 +60,7 @@ class Attempts:
 
         Raises:
             RunDirError: somebody else has started the run at the same moment.
-            AttemptFailed, RoleDied, Fenced: the run has failed.
+            AttemptFailed, RoleDied, Stalled, Fenced: the run has failed.
         """
         epoch, outcome = after, RESTARTING
         while outcome == RESTARTING:
@@ -82,7 +83,7 @@ class Attempts:
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 outcome = self.supervise(epoch, recorder.record)
-            except AttemptFailed as died:
+            except (AttemptFailed, Stalled) as died:
                 self._require_another(epoch, died)
                 outcome = RESTARTING
             finally:
@@ -90,30 +91,28 @@ class Attempts:
                 recorder.record("run", {"event": outcome})
         return outcome
 
-    def _require_another(self, epoch: int, died: AttemptFailed) -> None:
+    def _require_another(self, epoch: int, died: AttemptFailed | Stalled) -> None:
         """Note that attempt ``epoch`` has failed.
 
         Raises:
             Fenced: a newer attempt owns the run.
-            AttemptFailed: somebody asked for a stop, or too many attempts in a row came to nothing.
+            AttemptFailed, Stalled: somebody asked for a stop, or too many attempts in a row came to nothing.
         """
         check_fence(self.run, epoch)
         self.progress.append(committed_a_step(self.run, epoch))
-        self.reason = str(died).partition("; ")[0]
+        self.reason = str(died).partition("\n")[0].partition("; ")[0]
         limit = self.config.limits.attempts
         if limit == 0 or is_asked_to_stop(self.run.attempt(epoch), self.signals):
             raise died
         if not goes_on(self.progress, limit):
             in_vain = attempts_in_vain(self.progress)
-            raise AttemptFailed(
-                f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}"
-            ) from died
+            raise type(died)(f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}") from died
 
     def supervise(self, epoch: int, record: Record) -> str:
         """Start every role of attempt ``epoch``, watch them, end them; how it went.
 
         Raises:
-            AttemptFailed, RoleDied, Fenced: see ``Supervisor.watch``; every process has ended.
+            AttemptFailed, RoleDied, Stalled, Fenced: see ``Supervisor.watch``; every process has ended.
         """
         config, attempt = self.config, self.run.attempt(epoch)
         threads = {"trainer": config.trainer.threads, "generator": config.generation.threads}
@@ -135,6 +134,7 @@ class Attempts:
             show=show,
             record=record,
             check_fence=lambda: check_fence(self.run, epoch),
+            watchdog=Watchdog(attempt, config.limits).look,
         )
         with closing(trackers):
             try:

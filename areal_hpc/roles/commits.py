@@ -48,6 +48,7 @@ from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.roles.wiring.training import TrainerSide
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import WeightVersion
+from areal_hpc.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Commits:
         write = self._backend.snapshot()
         directory = Path(self._ranks.share(str(checkpoint.begin(run, version)) if self._ranks.leads else None))
         if self._side is None:
-            self._background.start(_named(step), lambda: checkpoint.add_part(directory, self._ranks.rank, write))
+            self._start(step, lambda: checkpoint.add_part(directory, self._ranks.rank, write))
         else:
             state = {
                 "ring": self._side.reader.state_dict(),
@@ -106,11 +107,16 @@ class Commits:
                 "config": config_digest(self._process),
             }
             stalled = time.monotonic() - began
-            self._background.start(
-                _named(step), lambda: self._make(version, state, directory, write, began=began, stalled=stalled)
-            )
+            self._start(step, lambda: self._make(version, state, directory, write, began=began, stalled=stalled))
         if not self._process.config.checkpoint.asynchronous:
             self.settle(wait=True)
+
+    def _start(self, step: int, make: Callable[[], Durable | None]) -> None:
+        def make_named() -> Durable | None:
+            with waiting(f"writing {_named(step)}", limit_s=self._process.config.limits.checkpoint_s):
+                return make()
+
+        self._background.start(_named(step), make_named)
 
     def _make(
         self,
@@ -167,7 +173,9 @@ class Commits:
             Whatever else its making met, such as OSError from the disk or RoleDied of another rank's part.
         """
         if wait:
-            self._background.wait(self._process.config.limits.checkpoint_s)
+            limit_s = self._process.config.limits.checkpoint_s
+            with waiting("the checkpoint under way", limit_s=limit_s):
+                self._background.wait(limit_s)
         done = self._background.take()
         if done is not None and self._side is not None:
             self._side.reader.covered(done.ring)

@@ -22,6 +22,7 @@ from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
 from areal_hpc.rollout.episodes import Running, together
 from areal_hpc.types import Prompt, Trajectory, episode_means
+from areal_hpc.waits import LEADER, waiting
 
 POLL_S = 0.2
 NICENESS = 5
@@ -50,6 +51,7 @@ def main(process: RoleProcess) -> int:
 async def _watch(process: RoleProcess) -> bool:
     """Evaluate what is due until the last step has its result (True) or a stop request comes (False)."""
     async with make_evaluation(process) as parts:
+        process.starting.close()
         working = asyncio.create_task(_evaluate_all(process, parts))
         stopping = asyncio.create_task(process.watch_stop())
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -64,8 +66,7 @@ async def _watch(process: RoleProcess) -> bool:
 
 async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
     config, total = process.config.evaluation, process.config.trainer.total_steps
-    while (version := parts.newest_version()) is None:  # noqa: ASYNC110  the trainer says it, in a file
-        await asyncio.sleep(POLL_S)
+    version = await _newer(parts, None)
     done = parts.evaluated()
     while True:
         if (step := due(version, config, total, done)) is not None:
@@ -74,8 +75,15 @@ async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
         elif version >= total:
             return
         else:
+            version = await _newer(parts, version)
+
+
+async def _newer(parts: EvaluationParts, known: int | None) -> int:
+    """A version after ``known``, as soon as there is one: the trainer says it, in a file."""
+    with waiting("newer weights", LEADER, limit_s=None):
+        while (version := parts.newest_version()) is None or version == known:  # noqa: ASYNC110  it comes in a file
             await asyncio.sleep(POLL_S)
-        version = parts.newest_version() or version
+    return version
 
 
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:

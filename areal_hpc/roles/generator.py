@@ -29,6 +29,7 @@ async def _serve(process: RoleProcess) -> None:
     """
     async with serve_engine(process) as engine:
         process.publish_endpoint({"url": engine.url})
+        process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
         sampled, since = 0, time.monotonic()
         while not stop.done():

@@ -3,10 +3,11 @@
     role process (a thread)                              launcher, status
     -----------------------                              ----------------
     every BEAT_S: heartbeats/<role>-<index>.json         pulse.see(read_heartbeat(attempt, role, index))
-        {pid, incarnation, counter, ended, waits}        pulse.silent_s(): since the file last said something new
+        {pid ..., incarnation, counter, ended,           pulse.silent_s(): since the file last said something new
+         waits, achieved}
 
 A counter in the content, never the file's time: attributes are cached for minutes on a network file system, and clocks
-of two hosts differ. The thread shows that the process runs, not that it gets anywhere: that is what ``waits`` are for.
+of two hosts differ. The thread shows that the process runs, not that it gets anywhere: that is what the rest is for.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from areal_hpc.buffer.control import read_replaced
+from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import AttemptDir, publish_json
+from areal_hpc.waits import published
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +45,16 @@ def beating(
     incarnation: int,
     *,
     beat_s: float = BEAT_S,
-    waits: Callable[[], Sequence[Any]] = tuple,
+    state: Callable[[], Mapping[str, Any]] = published,
 ) -> Iterator[None]:
     """Publish this process's heartbeat while inside; the last one says that the process has ended by itself.
 
     Args:
-        waits: what the process waits for at the moment, as JSON data.
+        state: what the process waits for at the moment, and what it has achieved, as JSON data.
     """
     stop = threading.Event()
     path = attempt.heartbeat(role, index)
+    owner = Owner.this_process().record()
 
     def beat() -> None:
         counter, failing, ended = 0, False, False
@@ -61,11 +65,11 @@ def beating(
                 publish_json(
                     path,
                     {
-                        "pid": os.getpid(),
+                        **owner,
                         "incarnation": incarnation,
                         "counter": counter,
                         "ended": ended,
-                        "waits": list(waits()),
+                        **state(),
                     },
                 )
                 failing = False

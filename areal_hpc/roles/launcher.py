@@ -69,6 +69,7 @@ def run_local(
         CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``preflight``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
+        Stalled: nobody got on any more, and no attempt is to follow.
     """
     run = RunDir((Path(config.run_root) / config.name).absolute())
     newest = newest_epoch(run)

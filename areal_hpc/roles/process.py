@@ -3,7 +3,7 @@
 A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION``); it
 never guesses. The incarnation counts the processes that were this role in this attempt before it.
 Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
-line is in the log), anything else is a failure.
+line is in the log), 70 (EX_SOFTWARE; the launcher's) nobody got on any more, anything else is a failure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
+from areal_hpc.roles.stacks import Stacks
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
+from areal_hpc.waits import advance, published, waiting
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ class RoleProcess:
     token: str
     recorder: Recorder
     stop_flag: threading.Event = field(default_factory=threading.Event)
+    stacks: Stacks | None = None
+    """Shows on request what this process is doing; None only in tests."""
+    starting: ExitStack = field(default_factory=ExitStack)
+    """The wait for this process to come up; its role closes it when it has what it works with."""
 
     @property
     def attempt(self) -> AttemptDir:
@@ -55,6 +62,12 @@ class RoleProcess:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    def state(self) -> Mapping[str, Any]:
+        """What each heartbeat tells; whoever asked for the stacks of this process gets them by the way."""
+        if self.stacks is not None:
+            self.stacks.answer()
+        return published()
 
     def stopping(self) -> bool:
         return self.stop_flag.is_set()
@@ -74,6 +87,7 @@ class RoleProcess:
             f"{role}-{index} to come up",
             lambda: self._unless_stopped(self.attempt.endpoint(role, index)),
             self.config.limits.start_s,
+            party=f"{role}-{index}",
             hint=f"look into {self.attempt.log(role, index)}",
         )
         return record
@@ -112,7 +126,7 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
     )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
-    return RoleProcess(
+    process = RoleProcess(
         role=role,
         index=index,
         run=run,
@@ -122,7 +136,11 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         token=token,
         recorder=recorder,
         stop_flag=stop_flag,
+        stacks=Stacks(attempt, role, index),
     )
+    process.starting.callback(advance, "starts")  # from here on it has that much time to get on
+    process.starting.enter_context(waiting("coming up", limit_s=config.limits.start_s))
+    return process
 
 
 def _trainer_lives(attempt: AttemptDir) -> bool:

@@ -15,6 +15,7 @@ def main(process: RoleProcess) -> int:
 
 async def _roll(process: RoleProcess) -> None:
     async with make_rollout(process) as runner:
+        process.starting.close()
         stop = asyncio.Event()
         watcher = asyncio.create_task(process.watch_stop())
         watcher.add_done_callback(lambda _: stop.set())

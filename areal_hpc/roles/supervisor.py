@@ -19,6 +19,7 @@ from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import AttemptFailed, RoleDied
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from areal_hpc.roles.restarts import pause_before_restart
+from areal_hpc.roles.watchdog import Process
 
 WATCH_S = 0.25
 FINISHING = ("trainer", "evaluator")
@@ -43,6 +44,7 @@ class Supervisor:
         stop: whether somebody asked for a stop.
         show: called several times a second.
         record: takes ``("restart", values)`` for each process that is replaced.
+        watchdog: looks at those that run, and raises Stalled when they have got nowhere for too long.
         check_fence: raises Fenced when a newer attempt owns the run; asked before anything is started again.
     """
 
@@ -56,11 +58,12 @@ class Supervisor:
         show: Callable[[], None],
         record: Callable[[str, Mapping[str, Any]], None],
         check_fence: Callable[[], None],
+        watchdog: Callable[[Mapping[tuple[str, int], Process]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launcher, self._limits, self._irreplaceable = launcher, limits, irreplaceable
         self._stop, self._show, self._record, self._check_fence = stop, show, record, check_fence
-        self._clock = clock
+        self._watchdog, self._clock = watchdog, clock
         self._deaths: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._due: dict[tuple[str, int], float] = {}  # who is started again, and when
 
@@ -77,9 +80,11 @@ class Supervisor:
             AttemptFailed: an irreplaceable one ended too early; another attempt may go on.
             RoleDied: somebody ended too early who is not to be started again.
             Fenced: a newer attempt owns the run.
+            Stalled: nobody gets on any more; another attempt may.
         """
         while not self._stop():
             self.judge(self._launcher.died())
+            self._watchdog(self._launcher.running)
             self._start_due()
             self._show()
             if not any(role in FINISHING for role, _ in [*self._launcher.running, *self._due]):

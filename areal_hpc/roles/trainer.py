@@ -45,6 +45,7 @@ def main(process: RoleProcess) -> int:
             side.reader.write_start(WeightVersion(process.epoch, start_step), side.identity["fingerprint"])
         member = Member(process=process, ranks=ranks, backend=backend, side=side, parent=parent, runner=loop_runner)
         loop = _loop(process, member, start_step)
+        process.starting.close()
         try:
             loop.announce()
             member.wait_for_start_evaluation(start_step)
@@ -108,6 +109,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         settle=member.settle,
         journal=member.note,
         stop_requested=process.stopping,
+        workers=[f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
     )
 
@@ -201,6 +203,7 @@ class Member:
                 "the evaluation of the start weights",
                 done,
                 self.process.config.limits.starve_s,  # an episode's time limit is below it
+                party="evaluator-0",
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )
         self.ranks.barrier()

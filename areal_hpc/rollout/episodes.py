@@ -14,6 +14,7 @@ from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardErro
 from areal_hpc.protocols import Episode, Generator, Renderer, Workflow
 from areal_hpc.rollout.rendering import RenderedOnce
 from areal_hpc.types import Prompt, Sampling, Trajectory
+from areal_hpc.waits import advance, waiting
 
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that an engine can come back."""
@@ -75,7 +76,9 @@ class EpisodeRunner:
         renderer = RenderedOnce(self._renderer, running.prompt.messages)
         for attempt in range(self._config.attempts):
             if attempt:
-                await asyncio.sleep(self._retry_pause_s * 2 ** (attempt - 1))
+                pause_s = self._retry_pause_s * 2 ** (attempt - 1)
+                with waiting("pausing before another attempt", limit_s=pause_s):
+                    await asyncio.sleep(pause_s)
             running.attempt = attempt
             missing = [number for number in range(self._config.group_size) if number not in finished]
             episodes = await together(self._episode(running, number, renderer) for number in missing)
@@ -104,6 +107,7 @@ class EpisodeRunner:
             return self._failed(running, number, error)
         finally:
             del running.stages[number]
+        advance("episodes finished")
         return [replace(trajectory, episode=number) for trajectory in trajectories]
 
     def _context(self, running: Running, number: int, renderer: Renderer) -> Episode:

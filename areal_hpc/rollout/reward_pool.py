@@ -31,6 +31,7 @@ from typing import Any
 from areal_hpc.errors import ConfigError, RewardError, RewardRaised
 from areal_hpc.rollout.reward_worker import LENGTH
 from areal_hpc.types import Prompt
+from areal_hpc.waits import REWARD_PROCESS, waiting
 
 LOAD_LIMIT_S = 120.0
 """Longest time from the start of a process to a loaded reward: imports may come from a cold network file system."""
@@ -84,8 +85,9 @@ class _Worker:
         if self._loaded:
             return
         try:
-            async with asyncio.timeout(LOAD_LIMIT_S):
-                answer = await self._answer()
+            with waiting("the reward to be loaded", REWARD_PROCESS, limit_s=LOAD_LIMIT_S):
+                async with asyncio.timeout(LOAD_LIMIT_S):
+                    answer = await self._answer()
         except TimeoutError:
             raise RewardError(f"its process did not load it in {LOAD_LIMIT_S:g} s") from None
         if "error" in answer:
@@ -198,15 +200,17 @@ class RewardPool:
         async with self._seat(f" on prompt {prompt.id!r}") as worker:
             await worker.load()
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await worker.call(text, prompt)
+                with waiting("a reward", REWARD_PROCESS, limit_s=self._timeout_s, about=f"of prompt {prompt.id!r}"):
+                    async with asyncio.timeout(self._timeout_s):
+                        return await worker.call(text, prompt)
             except TimeoutError:
                 raise RewardError(f"did not return in {self._timeout_s:g} s and was killed") from None
 
     @asynccontextmanager
     async def _seat(self, about: str) -> AsyncIterator[_Worker]:
         """A worker for one use, started where the seat is empty; the seat goes back always, empty after a fault."""
-        worker = await self._seats.get()
+        with waiting("its turn", REWARD_PROCESS, limit_s=None):
+            worker = await self._seats.get()
         try:
             worker = self._seated(worker)
             yield worker

@@ -27,6 +27,7 @@ from areal_hpc.protocols import Generator, Renderer, RolloutWriter, Workflow
 from areal_hpc.rollout.episodes import RETRY_PAUSE_S, EpisodeRunner, Record, Running, first
 from areal_hpc.rollout.filters import judge
 from areal_hpc.types import Drop, Prompt, StopReason, Ticket, Trajectory, TrajectoryGroup, episode_means
+from areal_hpc.waits import LEADER, advance, waiting
 
 POLL_S = 0.05
 STALL_S = 60.0
@@ -133,8 +134,9 @@ class Runner:
     async def _reserve(self, prompt: Prompt) -> Ticket:
         """A ticket as soon as the trainer frees one: the back-pressure of the whole system."""
         self._reserving = prompt.position
-        while (ticket := self._writer.try_reserve(prompt.position)) is None:  # noqa: ASYNC110 (another process frees it)
-            await asyncio.sleep(self._poll_s)
+        with waiting("a free ticket", LEADER, limit_s=None, about=f"for position {prompt.position}"):
+            while (ticket := self._writer.try_reserve(prompt.position)) is None:  # noqa: ASYNC110 (another process frees it)
+                await asyncio.sleep(self._poll_s)
         self._reserving = None
         self._moved = time.monotonic()
         return ticket
@@ -143,6 +145,7 @@ class Runner:
         trajectories, failure = await self._episodes.run(running)
         del self._running[running.prompt.position]
         outcome, reason = self._settle(ticket, running.prompt, trajectories, failure)
+        advance("groups sealed" if outcome == "sealed" else "groups dropped")
         self._moved = time.monotonic()
         values = {"outcome": outcome, "reason": reason, "ticket_version": ticket.version.step}
         self._record("group", {**values, **_describe(running, trajectories)})

@@ -33,6 +33,7 @@ from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, Trajectory, TrajectoryGroup, WeightVersion, episode_means
+from areal_hpc.waits import advance, waiting
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,8 @@ class TrainingLoop:
     journal: Callable[[int, Sequence[GroupRef]], None]
     """Takes each step with what it was trained on, before anybody else hears of it."""
     stop_requested: Callable[[], bool]
+    workers: Sequence[str] = ()
+    """Names of the rollout workers, for whom a batch is waited."""
     record: Callable[[str, Mapping[str, Any]], None]
     behind: Callable[[], bool] = lambda: False
     """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
@@ -105,6 +108,7 @@ class TrainingLoop:
             minibatches, trained = self.prepare(refs)
             stats = self.update(minibatches)
             self.step += 1
+            advance("optimizer steps")
             self.journal(self.step, trained)
             self.announce()
             self.tell(trained, stats, self.clock() - began)
@@ -117,8 +121,10 @@ class TrainingLoop:
     def claim(self) -> list[GroupRef] | None:
         """The step's groups, the same on every rank; None when the run is to stop."""
         began = self.clock()
+        what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
-            refs, behind = self._wait_for_groups(began) if self.reader is not None else (None, False)
+            with waiting(what, *self.workers, limit_s=self.pace.starve_s):
+                refs, behind = self._wait_for_groups(began) if self.reader is not None else (None, False)
             shared, behind = self.ranks.share([None if refs is None else [ref.record() for ref in refs], behind])
             if not behind:
                 break

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from areal_hpc.collective import meeting
 from areal_hpc.config.schema import OptimizerConfig
 from areal_hpc.errors import CheckpointError
 
@@ -63,7 +64,8 @@ class Optimizer:
     def reduce(self, group: ProcessGroup | None) -> None:
         """Sum the gradients over the ranks of ``group``; every rank then holds the same bits."""
         if group is not None:
-            dist.all_reduce(self._gradients, group=group)
+            with meeting("the sum of gradients", group):
+                dist.all_reduce(self._gradients, group=group)
 
     def step(self, lr: float) -> float:
         """Clip and apply one update at learning rate ``lr``; the norm before clipping.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from areal_hpc.collective import meeting
 from areal_hpc.errors import RoleDied
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ class Ranks:
             return value
         data = json.dumps(value).encode() if self.leads else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        with self._together():
+        with self._together("the length of what rank 0 shares"):
             dist.broadcast(size, group=self.group, group_src=0)
         buffer = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
         if self.leads:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        with self._together():
+        with self._together("what rank 0 shares"):
             dist.broadcast(buffer, group=self.group, group_src=0)
         return value if self.leads else json.loads(bytes(buffer.cpu().numpy()))
 
@@ -60,12 +61,12 @@ class Ranks:
             return [json.loads(data)]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
-        with self._together():
+        with self._together("the length of what each rank tells"):
             dist.all_reduce(sizes, group=self.group)
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._together():
+        with self._together("what each rank tells"):
             dist.all_gather(every, mine, group=self.group)
         return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(every, sizes.tolist(), strict=True)]
 
@@ -78,7 +79,7 @@ class Ranks:
         if self.group is None:
             return flags
         raised = torch.from_numpy(flags.astype(np.int32)).to(self.device)
-        with self._together():
+        with self._together("all ranks to agree"):
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.group)
         return raised.cpu().numpy().astype(np.bool_)
 
@@ -87,10 +88,12 @@ class Ranks:
         self.any(False)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Say in the trainer's words what the collective library means by a closed connection or a time-out."""
+    def _together(self, what: str) -> Iterator[None]:
+        """Name the wait, and say in the trainer's words what the library means by a closed connection or a time-out."""
+        assert self.group is not None
         try:
-            yield
+            with meeting(what, self.group):
+                yield
         except RuntimeError as error:
             raise RoleDied(
                 f"trainer rank {self.rank} of {self.size} lost the other ranks ({str(error).splitlines()[0]}); look "

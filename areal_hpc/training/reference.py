@@ -43,6 +43,7 @@ from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.snapshot import HostCopy, write_tensors
 from areal_hpc.types import Batch, Float32Array
+from areal_hpc.waits import advance
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,6 +118,7 @@ class ReferenceBackend:
             sequences = [trains[i] for i in chosen]
             where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
             yield batch.select(sequences), where
+            advance("micro-batches")
 
     def _forward(self, batch: Batch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob and entropy [N] of the trainable tokens in the order they stand in."""

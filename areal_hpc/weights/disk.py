@@ -29,6 +29,7 @@ from areal_hpc.buckets import Bucket, fingerprint, plan_buckets, unpack
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
+from areal_hpc.waits import advance
 from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class DiskTransport:
             _write_file(file, bucket)
             files[file.name] = _describe(file, bucket)
             specs += bucket.specs
+            advance("bytes written", files[file.name]["bytes"])
         publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
         place = self._directory / name
         hidden.rename(place)

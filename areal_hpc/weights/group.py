@@ -17,6 +17,7 @@ from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import GroupAddress
+from areal_hpc.waits import advance, waiting
 from areal_hpc.weights.membership import Call, Membership
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class WeightGroup:
             work.wait(timedelta(seconds=self.membership.timeout_s))
 
         await self._together("load a bucket", broadcast, lambda t: t.load_bucket(self._name, bucket.specs))
+        advance("bytes broadcast", bucket.buffer.numel())
 
     async def close(self) -> None:
         """Give the group up on all sides. What the engines sample is left as it is."""
@@ -98,6 +100,11 @@ class WeightGroup:
         Raises:
             WeightUpdateError: a part failed; the group is gone and the engine at fault no longer a member.
         """
+        names = [target.name for target in self.membership.members]
+        with waiting(f"all to {what}", *names, limit_s=self.membership.timeout_s):
+            await self._at_once(what, ours, theirs)
+
+    async def _at_once(self, what: str, ours: Callable[[], None], theirs: Call) -> None:
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
         try:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
+from areal_hpc.waits import waiting
 
 Call = Callable[[WeightTarget], Awaitable[None]]
 
@@ -77,8 +78,9 @@ class Membership:
             WeightUpdateError: it failed or took too long.
         """
         try:
-            async with asyncio.timeout(self.timeout_s):
-                await call(target)
+            with waiting(f"it to {what}", target.name, limit_s=self.timeout_s):
+                async with asyncio.timeout(self.timeout_s):
+                    await call(target)
         except TimeoutError as error:
             message = f"engine {target.name} did not {what} in {self.timeout_s:g} s"
             raise WeightUpdateError(message) from error

@@ -13,7 +13,7 @@ import yaml
 from areal_hpc.cli import main
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import RoleDied, RunDirError
+from areal_hpc.errors import RoleDied, RunDirError, Stalled
 from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.roles import launcher
 
@@ -78,10 +78,11 @@ def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.Captur
     [
         (RunDirError("in use; stop it"), 2, "in use; stop it"),
         (RoleDied("trainer-0 ended"), 1, "trainer-0 ended"),
+        (Stalled("stuck for 600 s at generator-0"), 70, "stuck for 600 s at generator-0"),
         (PermissionError(13, "Permission denied", "/runs"), 1, "[Errno 13] Permission denied: '/runs'"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-    ids=["user", "run", "system", "ctrl-c"],
+    ids=["user", "run", "stall", "system", "ctrl-c"],
 )
 def test_how_a_run_fails_is_one_line_and_a_code(
     error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -305,7 +305,7 @@ def test_a_rank_that_says_nothing_is_waited_for_with_a_limit(tmp_path: Path) -> 
     other.backend.disk.clear()
     begin_both(one, other, 1)
     one.commits._background.wait(10)
-    with pytest.raises(WaitTimeout, match=r"the parts of 1 other trainer ranks in .*look into their logs"):
+    with pytest.raises(WaitTimeout, match=r"the part of trainer rank 1 in .*look into its log"):
         one.commits.settle()
     other.backend.disk.set()
     assert one.steps() == []

@@ -143,6 +143,8 @@ limits.restarts: int
 limits.restart_window_s: float
 limits.attempts: int
 limits.checkpoint_s: float
+limits.quiet_s: float
+limits.stall_s: float
 limits.stop_s: float
 cluster.shape: local
 telemetry.sinks: list of tensorboard | wandb

@@ -135,12 +135,12 @@ def test_a_name_is_read_only_once_it_is_listed(tmp_path: Path) -> None:
 
 def test_a_wait_returns_the_first_answer() -> None:
     answers = iter([None, 0, "", "here"])
-    assert wait_for("it", lambda: next(answers), timeout_s=10, poll_s=0) == "here"
+    assert wait_for("it", lambda: next(answers), timeout_s=10, poll_s=0, party="x") == "here"
 
 
 def test_a_wait_that_ends_names_whom_it_waited_for() -> None:
     with pytest.raises(WaitTimeout, match=r"waited 0 s for trainer-0 to come up.*; look into its log"):
-        wait_for("trainer-0 to come up", lambda: None, timeout_s=0, hint="look into its log")
+        wait_for("trainer-0 to come up", lambda: None, timeout_s=0, party="trainer-0", hint="look into its log")
     assert issubclass(WaitTimeout, TimeoutError)
 
 

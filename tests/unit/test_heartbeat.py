@@ -38,7 +38,7 @@ def beat_of(attempt: AttemptDir) -> dict[str, Any]:
 def test_a_process_counts_while_it_runs_and_says_when_it_ends(attempt: AttemptDir) -> None:
     waiting = [["generator-0", 12]]
     assert read_heartbeat(attempt, "rollout", 2) is None
-    with beating(attempt, "rollout", 2, 3, beat_s=0.001, waits=lambda: waiting):
+    with beating(attempt, "rollout", 2, 3, beat_s=0.001, state=lambda: {"waits": waiting}):
         first = until(lambda: read_heartbeat(attempt, "rollout", 2))
         assert (first["pid"], first["incarnation"], first["ended"]) == (os.getpid(), 3, False)
         assert first["waits"] == waiting

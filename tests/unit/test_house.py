@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 GROUND = {
     "types",
     "watermark",
+    "waits",
     "collective",
     "buckets",
     "protocols",
@@ -61,6 +62,7 @@ DOORS = {
 NEVER = {"sglang", "vllm", "ray"}
 TORCHLESS = {
     "types",
+    "waits",
     "protocols",
     "errors",
     "fs",

@@ -20,7 +20,7 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import keys
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import AttemptFailed, CheckpointError, DataError, Fenced, RoleDied, RunDirError
+from areal_hpc.errors import AttemptFailed, CheckpointError, DataError, Fenced, RoleDied, RunDirError, Stalled
 from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import attempts, launcher
@@ -123,6 +123,9 @@ class Dying:
         self.epochs: list[int] = []
         self.recorded: list[tuple[str, dict[str, Any]]] = []
         self.also: Callable[[int], Any] = lambda epoch: None
+        self.error: Exception = AttemptFailed(
+            "trainer-0 ended with signal 9 (SIGKILL); its log x ends with:\nline 1\nline 2"
+        )
 
     def supervise(self, epoch: int, record: Any) -> str:
         assert state_of(self.run, epoch) == "running"
@@ -134,7 +137,7 @@ class Dying:
         for step in steps:
             (self.run.checkpoints / f"step-{step:08d}.e{epoch:08d}").mkdir()
         self.also(epoch)
-        raise AttemptFailed("trainer-0 ended with signal 9 (SIGKILL); its log x ends with:\nline 1\nline 2")
+        raise self.error
 
     def steps(self) -> list[int]:
         return [int(path.name[5:13]) for path in self.run.checkpoints.iterdir()]
@@ -174,6 +177,22 @@ def test_attempts_in_a_row_that_commit_nothing_are_bounded_and_said(
     )
     assert str(died.value).endswith("line 1\nline 2")
     assert state_of(run, 5) == "failed"
+
+
+def test_an_attempt_that_got_stuck_is_followed_by_another_within_the_same_limit(
+    config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
+) -> None:
+    made = dying([[]])
+    made.error = Stalled("stuck for 600 s at generator-0:\ntrainer-0 waits for generator-0; and so on")
+    assert start(config) == 0
+    lines = [json.loads(line) for line in run.attempt(2).records("launcher", 0).read_text().splitlines()]
+    assert lines[0]["reason"] == "stuck for 600 s at generator-0:"
+    again = dying([[], [], [], []])
+    again.error = made.error
+    with pytest.raises(
+        Stalled, match=r"^3 attempts in a row committed no new step .*; stuck for 600 s at generator-0:"
+    ):
+        start(config, resume=True)
 
 
 def test_attempts_that_get_on_may_go_on_for_ever(

@@ -131,6 +131,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout__group_size": 1, "rollout__filter__min_group_size": 1, "rollout__filter__zero_variance": False},
         "rollout.group_size",
     ),
+    "check_time_limits, stall": (
+        {"limits__stall_s": 20.0},
+        "limits.stall_s: 20 s ends a stalled attempt before limits.quiet_s 25 s has let it be named",
+    ),
     "check_groups": ({"rollout__filter__min_group_size": 1}, "rollout.filter.min_group_size: 1 lets groups of one"),
     "check_groups, refuses all": (
         {"rollout__filter__min_group_size": 9},

@@ -43,6 +43,7 @@ class World:
             show=lambda: None,
             record=lambda kind, values: self.records.append({"kind": kind, **values}),
             check_fence=self.check_fence,
+            watchdog=lambda _: None,
             clock=lambda: self.now,
         )
 

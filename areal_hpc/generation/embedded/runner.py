@@ -22,6 +22,7 @@ from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.sampler import Sampled, SamplingColumns, sample, uniforms
 from areal_hpc.generation.embedded.sequence import Sequence, TokenLogprob
 from areal_hpc.generation.embedded.text import first_stop
+from areal_hpc.waits import advance
 
 LOGIT_ROWS = 256
 """Prompt positions whose logits are in memory at once when prompt log-probs are asked for."""
@@ -173,6 +174,7 @@ class BatchRunner:
             sequence.token_ids.append(token_id)
             sequence.logprobs.append(logprob)
         self.num_tokens += len(sequences)
+        advance("tokens generated", len(sequences))
         self._generated[rows] += 1
         self._last_token[rows] = token_ids
         self._add_top(sequences, sampled)

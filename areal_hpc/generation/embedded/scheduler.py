@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ import torch
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.embedded.runner import BatchRunner
 from areal_hpc.generation.embedded.sequence import Sequence
+from areal_hpc.waits import ANYBODY, LEADER, waiting
 
 PREFILL_TOKENS = 4096
 """Padded prompt tokens computed between two decode steps; a longer prompt goes alone."""
@@ -63,8 +65,9 @@ class Scheduler:
     def close(self) -> None:
         """Stop the thread; sequences that have not finished are aborted with the tokens they have."""
         if self.alive:
-            self.call(self._stop).result()
-            self._thread.join()
+            with waiting("the engine's thread to end", limit_s=None):
+                self.call(self._stop).result()
+                self._thread.join()
 
     @property
     def alive(self) -> bool:
@@ -193,9 +196,17 @@ class Scheduler:
         """Run what has been asked for; with nothing to generate, wait for it."""
         idle = bool(self.holds) or not (self._runner.running or self._waiting)
         if idle:
-            self._inbox.get()()
+            with self._idle():
+                call = self._inbox.get()
+            call()
         while self._open and not self._inbox.empty():
             self._inbox.get()()
+
+    def _idle(self) -> AbstractContextManager[object]:
+        """Names what a thread without work waits for."""
+        if self.holds:
+            return waiting(f"weights; held by {', '.join(sorted(self.holds))}", LEADER, limit_s=None)
+        return waiting("requests", ANYBODY, limit_s=None)
 
     def _step(self) -> None:
         admitted = self._next_waiting()

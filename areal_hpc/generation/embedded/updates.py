@@ -29,6 +29,7 @@ from areal_hpc.generation.embedded.checkpoint import check_shapes, read_weights
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
 from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.waits import LEADER, waiting
 
 T = TypeVar("T")
 
@@ -64,7 +65,8 @@ class WeightUpdates:
             if address.name in self._groups:
                 raise WeightUpdateError(f"group {address.name!r} has already been created; use a fresh name")
             try:
-                self._groups[address.name] = join_group(address, rank, self._timeout_s)
+                with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
+                    self._groups[address.name] = join_group(address, rank, self._timeout_s)
             except (RuntimeError, ValueError) as error:
                 raise WeightUpdateError(
                     f"group {address.name!r} at {address.host}:{address.port} did not form within "
@@ -125,7 +127,8 @@ class WeightUpdates:
         self, session: _Session, group: str, specs: Sequence[TensorSpec], *, flattened: bool, checked: bool
     ) -> None:
         receive = _receive_flattened if flattened else _receive_each
-        weights = receive(self._groups[group], specs)
+        with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
+            weights = receive(self._groups[group], specs)
         if checked:
             _check(weights, specs)
         twice = session.names & {spec.name for spec in specs}
@@ -198,7 +201,8 @@ class WeightUpdates:
     # -- with the scheduler
 
     def _call(self, action: Callable[[], T]) -> T:
-        return self._scheduler.call(action).result()
+        with waiting("the engine's thread to take weights", limit_s=self._timeout_s):
+            return self._scheduler.call(action).result()
 
     def _serve(self, version: str | None, *, flush_cache: bool, whole: bool) -> None:
         def go_on() -> None:

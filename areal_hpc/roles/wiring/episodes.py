@@ -25,6 +25,7 @@ from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.types import Completion, GenerationRequest, Prompt
+from areal_hpc.waits import LEADER
 from areal_hpc.watermark import Watermark
 
 
@@ -127,6 +128,7 @@ def _wait_until_followed(process: RoleProcess, writer: RingWriter) -> Watermark:
         "trainer-0 to open the ring",
         followed,
         2 * process.config.limits.start_s,
+        party=LEADER,
         hint=f"look into {process.attempt.log('trainer', 0)}",
     )
     return cast(Watermark, issued)

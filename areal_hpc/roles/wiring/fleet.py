@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
 from areal_hpc.protocols import WeightTarget, WeightTransport
+from areal_hpc.waits import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +126,12 @@ class Fleet:
     def _someone_is_there(self) -> bool:
         """Let in who was replaced, and if nobody is left wait for anybody; False if that is not needed any more."""
         self._admit(self._find(self._replaced()))
+        if self._transport.membership.members:
+            return True
+        with waiting("any of them to come back", *(engine.name for engine in self._engines), limit_s=self._wait_s):
+            return self._someone_comes()
+
+    def _someone_comes(self) -> bool:
         deadline = self._clock() + self._wait_s
         members = self._transport.membership
         while not members.members:

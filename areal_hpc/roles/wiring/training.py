@@ -22,6 +22,7 @@ from areal_hpc.roles.wiring.engines import make_clients
 from areal_hpc.roles.wiring.fleet import Fleet
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup
+from areal_hpc.waits import waiting
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -58,7 +59,9 @@ def join_ranks(process: RoleProcess) -> Ranks:
         world_size=config.trainer.ranks,
         backend=accelerator.detect().collective,
     )
-    return Ranks(join_group(address, process.index, timeout_s, store), device)
+    others = [f"trainer-{rank}" for rank in range(config.trainer.ranks) if rank != process.index]
+    with waiting("the ranks' group to form", *others, limit_s=timeout_s):
+        return Ranks(join_group(address, process.index, timeout_s, store), device)
 
 
 def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:

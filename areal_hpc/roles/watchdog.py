@@ -1,0 +1,120 @@
+"""The launcher's watchdog: names who is stuck, has everybody show what it does, and in the end gives the attempt up.
+
+    look(running)       each WATCH_S, from the launcher's loop
+        all get on      nothing
+        quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
+        stall_s         Stalled: the launcher ends the attempt, with exit code 70
+
+Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
+which no run ends, none of whose waits leads to anybody who gets on. Loading a model, an evaluation or a checkpoint is
+neither: it is a named wait within its own limit, or moves a counter. See ``report.picture``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from areal_hpc.cluster.owner import STOPPED, Owner
+from areal_hpc.config.schema import LimitsConfig
+from areal_hpc.errors import Stalled
+from areal_hpc.fs import AttemptDir, publish
+from areal_hpc.report.observer import Observer
+from areal_hpc.report.picture import Explanation, Seen, explain
+from areal_hpc.roles import stacks
+from areal_hpc.roles.heartbeat import read_heartbeat
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+REPEAT_S = 30.0
+"""Shortest time until another root is named: the roots of one stall may change with each look."""
+
+
+class Process(Protocol):
+    """What is needed of a running role."""
+
+    @property
+    def pid(self) -> int: ...
+
+
+class Watchdog:
+    """Watches the roles of one attempt from their heartbeats."""
+
+    def __init__(self, attempt: AttemptDir, limits: LimitsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._attempt, self._limits, self._clock = attempt, limits, clock
+        # Half the time without progress makes trouble, half the time in trouble makes it worth a word: between two
+        # long phases there is an instant in which nothing has been achieved lately.
+        self._half_s = limits.quiet_s / 2
+        self._observer = Observer(attempt, silent_s=self._half_s, start_s=limits.start_s, clock=clock)
+        self._next_look = clock()
+        self._since: float | None = None  # when the trouble began
+        self._named, self._told = "", -math.inf
+
+    def look(self, running: Mapping[tuple[str, int], Process]) -> None:
+        """Judge the roles that run.
+
+        Raises:
+            Stalled: somebody has been stuck for ``limits.stall_s``.
+        """
+        now = self._clock()
+        if now < self._next_look or not running:
+            return
+        self._next_look = now + min(WATCH_S, self._half_s)
+        processes = {f"{role}-{index}": process.pid for (role, index), process in running.items()}
+        seen = self._observer.look(processes)
+        explanation = explain(seen, self._half_s)
+        if explanation.trouble:
+            self._since = now if self._since is None else self._since
+            lasted_s = now - self._since + self._half_s
+            if self._tell(explanation, lasted_s):
+                self._show_stacks(seen, processes)
+            if lasted_s >= self._limits.stall_s:
+                self._show_stacks(seen, processes, wake=True)
+                self._give_up(explanation, lasted_s)
+            return
+        if self._named:
+            log.warning("the run gets on again")
+        self._since, self._named = None, ""
+
+    def _tell(self, explanation: Explanation, lasted_s: float) -> bool:
+        """Say where the waits lead to, unless it has been said or is not worth it yet; whether it was said."""
+        news = explanation.root != self._named and (not self._named or self._clock() - self._told >= REPEAT_S)
+        if lasted_s < self._limits.quiet_s or not news:
+            return False
+        self._named, self._told = explanation.root, self._clock()
+        text = _text(explanation, lasted_s)
+        publish(self._attempt.stall, f"{text}\n".encode())
+        log.warning("%s", text.replace("\n", " "))
+        log.warning("the stacks of all roles are in %s", self._attempt.stacks)
+        return True
+
+    def _give_up(self, explanation: Explanation, lasted_s: float) -> NoReturn:
+        text = _text(explanation, lasted_s)
+        publish(self._attempt.stall, f"{text}\n".encode())
+        raise Stalled(
+            f"{text}\nThat is longer than limits.stall_s: the attempt ends here. The stacks of all roles are in "
+            f"{self._attempt.stacks}; mend the cause and go on from the last checkpoint with --resume"
+        )
+
+    def _show_stacks(self, seen: Sequence[Seen], processes: Mapping[str, int], *, wake: bool = False) -> None:
+        """Have every role append its stacks to its file; one that is stopped does when it goes on.
+
+        Args:
+            wake: let it go on, now that all is lost.
+        """
+        stacks.ask_all(self._attempt)
+        for name in (one.name for one in seen if one.absent):
+            role, _, index = name.rpartition("-")
+            beat = read_heartbeat(self._attempt, role, int(index))
+            if beat is None or beat["pid"] != processes[name]:
+                continue  # one that is still coming up would end by the signal
+            if wake or Owner.from_record(beat).kernel_state() != STOPPED:
+                stacks.ask_silent(processes[name], wake=wake)
+
+
+def _text(explanation: Explanation, lasted_s: float) -> str:
+    return f"stuck for {lasted_s:.0f} s at {explanation.root}:\n{explanation.text()}"

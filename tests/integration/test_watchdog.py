@@ -1,0 +1,85 @@
+"""One run whose roles are blocked in turn: each is named, shows its stacks, and is forgiven; the last one is not.
+
+trainer-1 stopped       fault 47: a rank that skips a collective, as its peer sees it
+generator-0 stopped     an engine that does not answer
+rollout-0 stopped       nobody fills the ring
+evaluator-0 stopped     nobody waits for it yet, but no run ends without it
+the ring's directory    a file of it hangs when it is opened, as on a server that does not answer: the run ends with 70
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from launched import Launched, command, launched, newest_checkpoint, until
+from tiny_models import make_model
+
+from areal_hpc.fs import read_json
+
+QUIET_S, STALL_S = 3.0, 16.0
+WORDS = (
+    *("trainer.total_steps=4000", "trainer.ranks=2", "evaluation.every_steps=1000", "evaluation.num_prompts=2"),
+    *(f"limits.quiet_s={QUIET_S}", f"limits.stall_s={STALL_S}", "limits.stop_s=5", "limits.attempts=0"),
+)
+BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evaluator-0": "at evaluator-0: "}
+"""What stands before its name: somebody waits for it, or nobody does."""
+
+
+def test_fault_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    make_model(model, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
+    with launched(tmp_path, model, *WORDS) as started:
+        started.wait_for_step(1)
+        roles = started.roles()
+        for name, before in BLOCKED.items():
+            block_for_a_while(started, name, roles[name], before)
+        block_the_ring(started)
+        until("the worker to be named", lambda: "at rollout-0: trainer-0 waits for rollout-0: a batch" in started.text)
+        told = command("why", started.run.root).stdout
+        assert f"<- rollout-0 waits for the file system: reading {started.run.ring / 'CONTROL.json'} (" in told, told
+        assert "generator-0 answers requests and serves version " in told
+        assert started.wait(limit_s=60.0) == 70, started.text
+        assert started.left_over() == []
+    end = started.text.rpartition("areal-hpc: ")[2]
+    assert re.match(r"stuck for \d+ s at rollout-0:\ntrainer-0 waits for rollout-0: a batch of ", end), end
+    assert read_json(started.run.attempt(1).state)["state"] == "failed"
+    assert newest_checkpoint(started.run).version.step >= 1, "the trainers could still commit"
+    told = command("why", started.run.root).stdout
+    assert re.search(r"failed; this is what was last said\nstuck for \d+ s at rollout-0:\n", told), told
+    stack = started.run.attempt(1).stack("rollout", 0).read_text()
+    assert "in read_control" in stack, "the stack does not show where it hangs"
+
+
+def block_for_a_while(started: Launched, name: str, process: psutil.Process, before: str) -> None:
+    stacks = {path: path.stat().st_size for path in started.run.attempt(1).stacks.glob("*.txt")}
+    seen = len(started.text)
+    process.suspend()
+    began = time.monotonic()
+    until(f"{name} to be named", lambda: f"at {name}: " in started.text[seen:])
+    assert time.monotonic() - began < 30.0
+    silent = rf"{before}{name} has given no sign of life for \d+ s; process {process.pid} on .* is stopped by a signal"
+    assert re.search(silent, started.text[seen:]), started.text[seen:]
+    process.resume()
+    until("the run to get on", lambda: "the run gets on again" in started.text[seen:])
+    until("stacks of all", lambda: all(path.stat().st_size > size for path, size in stacks.items()))
+    assert len(stacks) == 5
+
+
+def block_the_ring(started: Launched) -> None:
+    """Put a pipe that nobody writes in place of a file; the trainer may put a file back, so do it until one is open."""
+    path = started.run.ring / "CONTROL.json"
+    wait = f"reading {path}"
+
+    def hangs() -> bool:
+        with suppress(FileExistsError):
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+        beat = read_json(started.run.attempt(1).heartbeat("rollout", 0))
+        return any(one["what"] == wait and one["seconds"] > 1.0 for one in beat["waits"])
+
+    until("the worker to hang", hangs)

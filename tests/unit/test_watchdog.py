@@ -1,0 +1,183 @@
+"""When the watchdog speaks and when it gives up, with a clock of the test's own and heartbeats that it writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.cluster.owner import Owner, start_ticks
+from areal_hpc.config.schema import LimitsConfig
+from areal_hpc.errors import Stalled
+from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.roles import stacks
+from areal_hpc.roles.watchdog import Watchdog
+
+LIMITS = LimitsConfig(quiet_s=24.0, stall_s=100.0, start_s=300.0)
+BATCH: dict[str, Any] = {"what": "a batch", "parties": ["rollout-0"], "limit_s": 1800.0}
+TICKET: dict[str, Any] = {"what": "a free ticket", "parties": ["trainer-0"], "limit_s": None}
+
+
+@dataclass
+class Process:
+    pid: int
+
+
+class World:
+    """A run of a trainer and a rollout worker; each second everybody beats who is not silenced."""
+
+    def __init__(self, attempt: AttemptDir) -> None:
+        self.attempt, self.now = attempt, 0.0
+        self.asked: list[tuple[int, bool]] = []
+        self.achieved_s = 0.0
+        self.owner = Owner.this_process().record()
+        self.running = {("trainer", 0): Process(self.owner["pid"]), ("rollout", 0): Process(self.owner["pid"])}
+        self.watchdog = Watchdog(attempt, LIMITS, clock=lambda: self.now)
+
+    def beat(
+        self, role: str, *waits: dict[str, Any], moved: float | None = None, counter: int | None = None, **more: Any
+    ) -> None:
+        achieved = {} if moved is None else {"steps": {"count": 1, "seconds": self.now - moved}}
+        told = [{"seconds": self.now, "count": 1, "about": "", **wait} for wait in waits]
+        state = {"incarnation": 0, "counter": int(self.now) if counter is None else counter, "ended": False}
+        beat = {**self.owner, **state, "waits": told, "achieved": achieved, **more}
+        self.attempt.heartbeat(role, 0).write_text(json.dumps(beat))  # there is nobody who could read a half
+
+    @property
+    def num_requests(self) -> int:
+        return int(read_if_listed(self.attempt.stacks / stacks.REQUEST) or 0)
+
+    def until(self, moment: float, beats: Callable[[], None]) -> None:
+        while self.now < moment:
+            self.now += 1.0
+            beats()
+            self.watchdog.look(self.running)
+
+    def all_wait(self) -> None:
+        self.beat("trainer", BATCH, moved=self.achieved_s)
+        self.beat("rollout", TICKET)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> World:
+    caplog.set_level(logging.WARNING)
+    made = World(RunDir.create(tmp_path / "run").attempt(1).create())
+    monkeypatch.setattr(stacks, "ask_silent", lambda pid, wake=False: made.asked.append((pid, wake)))
+    return made
+
+
+def test_a_run_that_gets_on_is_left_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def beats() -> None:
+        world.beat("trainer", BATCH, moved=world.now - world.now % 10)
+        world.beat("rollout", TICKET)
+
+    world.until(150.0, beats)
+    assert caplog.records == []
+    assert world.asked == []
+    assert not world.attempt.stall.exists()
+
+
+def test_a_stall_is_named_once_and_in_time_and_then_ends_the_attempt(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.until(23.0, world.all_wait)
+    assert caplog.records == []
+    world.until(24.0, world.all_wait)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.startswith("stuck for 24 s at trainer-0, rollout-0: trainer-0 waits for rollout-0: a batch (")
+    assert second == f"the stacks of all roles are in {world.attempt.stacks}"
+    assert world.attempt.stall.read_text().startswith("stuck for 24 s at trainer-0, rollout-0:\ntrainer-0 waits")
+    assert (world.num_requests, world.asked) == (1, [])  # those whose heart beats are asked by a file
+    with pytest.raises(Stalled, match=r"stuck for 100 s at trainer-0, rollout-0:\n.*\n(.*\n)*.*limits\.stall_s"):
+        world.until(200.0, world.all_wait)
+    assert world.now == LIMITS.stall_s
+    assert len(caplog.records) == 2
+    assert (world.num_requests, world.asked) == (2, [])
+    assert world.attempt.stall.read_text().startswith("stuck for 100 s")
+
+
+def test_one_that_falls_silent_is_named_though_the_trainer_gets_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def beats() -> None:
+        world.beat("trainer", moved=world.now)
+        world.beat("rollout", TICKET, counter=min(int(world.now), 10))
+
+    world.until(33.0, beats)
+    assert caplog.records == []
+    world.until(34.0, beats)
+    pid = world.owner["pid"]
+    assert f"rollout-0 has given no sign of life for 24 s; process {pid} on " in caplog.text
+    assert world.asked == [(pid, False)]
+    with pytest.raises(Stalled, match=r"stuck for 100 s at rollout-0"):
+        world.until(300.0, beats)
+    assert world.asked == [(pid, False), (pid, True)]
+
+
+def test_who_gets_on_again_is_forgiven(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.until(90.0, world.all_wait)
+    world.achieved_s = 91.0
+    world.until(91.0, world.all_wait)
+    assert caplog.records[-1].getMessage() == "the run gets on again"
+    world.until(91.0 + 99.0, world.all_wait)  # counted anew
+    assert caplog.text.count("stuck for 24 s") == 2
+
+
+def test_an_instant_between_two_long_phases_is_no_stall(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint of ten minutes is over, and the next batch is not at its first micro-batch yet."""
+    saving = {"what": "writing the checkpoint of step 7", "parties": [], "limit_s": 1800.0}
+
+    def beats() -> None:
+        world.beat("trainer", *([saving] if world.now % 200 < 190 else []), moved=0.0)
+        world.beat("rollout", TICKET)
+
+    world.until(420.0, beats)
+    assert caplog.records == []
+
+
+def test_a_role_that_comes_up_has_its_own_limit(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.until(299.0, lambda: None)
+    assert caplog.records == []
+    world.until(330.0, lambda: None)
+    assert "trainer-0 is at work: coming up, no heartbeat yet (3" in caplog.text
+    assert world.asked == [], "the request would end a process that does not know it yet"
+
+
+def test_another_process_of_that_role_is_not_asked_before_it_says_that_it_knows_how(world: World) -> None:
+    world.running["rollout", 0] = Process(4711)
+    world.beat("rollout", TICKET, counter=1)
+    world.until(40.0, lambda: world.beat("trainer", moved=world.now))
+    assert (world.num_requests, world.asked) == (1, [])
+
+
+def test_one_that_is_stopped_is_not_asked_before_all_is_lost(world: World) -> None:
+    """The signal would reach it in the instant in which it goes on, wherever that is."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        ticks = start_ticks(other.pid)
+        world.running["rollout", 0] = Process(other.pid)
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        world.beat("rollout", TICKET, counter=1, pid=other.pid, start_ticks=ticks)
+        with pytest.raises(Stalled, match=rf"`kill -CONT {other.pid}` lets it go on"):
+            world.until(300.0, lambda: world.beat("trainer", moved=world.now))
+        assert world.asked == [(other.pid, True)]
+        other.kill()
+
+
+def test_only_running_roles_are_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The one that has ended has a heartbeat that stands still for ever."""
+    world.beat("rollout", TICKET)
+    del world.running["rollout", 0]
+    world.until(150.0, lambda: world.beat("trainer", moved=world.now))
+    world.running.clear()
+    world.until(300.0, lambda: None)
+    assert caplog.records == []
