@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ import areal_hpc.roles.wiring.episodes
 import areal_hpc.roles.wiring.training
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RewardError
+from areal_hpc.fs import publish
 from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.types import Batch, Float32Array, Message, Prompt
+from areal_hpc.weights.membership import Membership
 
 ROWS = "rows.json"
 
@@ -49,15 +51,29 @@ class Rows:
     def weights(self) -> Iterator[tuple[str, Any]]:
         return iter(())
 
-    def save(self, directory: str) -> None:
-        Path(directory, ROWS).write_text(json.dumps(self.steps), encoding="ascii")
+    def snapshot(self) -> Callable[[Path], None]:
+        text = json.dumps(self.steps)
+
+        def write(directory: Path) -> None:
+            publish(directory / ROWS, text.encode())
+
+        return write
 
     def load(self, directory: str) -> None:
         self.steps = json.loads(Path(directory, ROWS).read_bytes())
 
 
+class Nobody:
+    """The one engine that takes part in an update; nothing is ever asked of it."""
+
+    name = "nobody"
+
+
 class Transport:
-    """A ``WeightTransport`` without engines that takes a moment."""
+    """A ``WeightTransport`` to nobody that takes a moment."""
+
+    def __init__(self) -> None:
+        self.membership = Membership([Nobody()], timeout_s=1.0)
 
     async def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Mapping[str, float]:
         await asyncio.sleep(random.uniform(0.0, 0.03))
@@ -81,11 +97,17 @@ class Renderer:
 class Router(ScriptedGenerator):
     """Engines that answer after a moment, the two samples of a prompt differently, by the version pinned last."""
 
-    def __init__(self, clients: Sequence[Any]) -> None:
+    def __init__(self, process: RoleProcess) -> None:
         super().__init__(lambda request: "ab" if ".s1." in request.request_id else "aaaa", token_s=0.005)
 
     async def expect(self, version: int) -> None:
         self.version = version
+
+    def out(self) -> dict[str, str]:
+        return {}
+
+    def outstanding(self) -> dict[str, int]:
+        return {}
 
 
 class RewardPool:
@@ -119,7 +141,6 @@ def install() -> None:
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes
     training.make_clients = lambda process: []
     training.make_transport = lambda process, clients: Transport()
-    episodes.make_clients = lambda process: []
     episodes.make_reward_pool = RewardPool
-    episodes.Router = Router
+    episodes.make_router = Router
     episodes.ChatRenderer = Renderer
