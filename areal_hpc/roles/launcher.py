@@ -45,6 +45,7 @@ FINISHING = ("trainer", "evaluator")
 """Roles that end by themselves when the run is done."""
 EXIT_CODES = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "aborted": EXIT_FAILED}
 CHANGEABLE = (
+    "archive.",
     "checkpoint.",
     "cluster.",
     "evaluation.",
@@ -217,7 +218,9 @@ def _supervise(run: RunDir, epoch: int, config: Config, console: LiveConsole, si
 
 
 def roles_of(config: Config) -> dict[str, int]:
-    """How many processes of each role a run has."""
+    """How many processes of each role a run has; a replay trains and does nothing else."""
+    if config.replay.run:
+        return {"trainer": config.trainer.ranks}
     return {
         "generator": config.generation.replicas,
         "rollout": config.rollout.workers,

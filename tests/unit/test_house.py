@@ -44,7 +44,7 @@ TOP = {"cli", "roles", "__main__", "report"}
 DOORS = {
     "megatron": ("training/megatron/",),
     "submitit": ("cluster/executor.py",),
-    "h5py": ("buffer/",),
+    "h5py": ("buffer/archive.py",),
     "torch_npu": ("accelerator.py",),
     "transformers": ("dialogue/renderer.py", "generation/embedded/", "training/reference.py", "tasks/tiny_model.py"),
     "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
