@@ -20,6 +20,8 @@ from areal_hpc.errors import ArealError, ConfigError, UserError
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -97,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("--json", action="store_true", help="print the findings as one JSON document")
     ledger.set_defaults(command=_ledger)
 
+    _add_inspect(commands)
+    _add_replay(commands)
+    return parser
+
+
+def _add_inspect(commands: Commands) -> None:
     inspect = commands.add_parser("inspect", help="what a run was trained on: its archived steps, or one of them")
     inspect.add_argument("run_dir", type=Path)
     inspect.add_argument("--step", type=int, help="show the episodes of this step")
@@ -106,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--color", action="store_true", help="colour tokens by version also where this is no terminal")
     inspect.set_defaults(command=_inspect)
 
+
+def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="train again on what a run has archived, and compare the weights")
     replay.add_argument("run_dir", type=Path)
     replay.add_argument("config", nargs="*", metavar="KEY=VALUE", help="what is to be different this time")
@@ -114,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--to-step", type=int, default=0, metavar="T", help="the last step; all if not given")
     replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN_DIR-replay if not given")
     replay.set_defaults(command=_replay)
-    return parser
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -86,6 +86,7 @@ def train(
         reader=reader,
         publish=lambda _version, _weights: {},
         commit=lambda _step: None,
+        settle=lambda _wait: None,
         journal=lambda _step, _trained: None,
         record=lambda _kind, values: records.append(dict(values)),
         **{"stop_requested": lambda: False, **hooks},
