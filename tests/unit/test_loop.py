@@ -238,7 +238,7 @@ def test_deterministic_weights_wait_for_what_older_ones_still_sample(monkeypatch
     assert world.loop.run() is False
     assert asked == [False, False, True]
     begun = ["weights", "publish 0", "logprobs", "train", "journal 1"]
-    assert world.calls == [*begun, "weights", "publish 1", "commit 1"]
+    assert world.calls == [*begun, "weights", "publish 1", "commit 1", "durable"]
 
 
 def test_a_wait_for_older_weights_ends_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
