@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | keys | export | status | why | stop | ledger``.
+"""The command line: ``areal-hpc run | config | keys | export | status | why | stop | ledger | inspect | replay``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -7,17 +7,20 @@ and ``config`` start at once on a login node.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc import __version__
-from areal_hpc.errors import ArealError, Stalled, UserError
+from areal_hpc.errors import ArealError, ConfigError, Stalled, UserError
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -104,7 +107,32 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("run_dir", type=Path)
     ledger.add_argument("--json", action="store_true", help="print the findings as one JSON document")
     ledger.set_defaults(command=_ledger)
+
+    _add_inspect(commands)
+    _add_replay(commands)
     return parser
+
+
+def _add_inspect(commands: Commands) -> None:
+    inspect = commands.add_parser("inspect", help="what a run was trained on: its archived steps, or one of them")
+    inspect.add_argument("run_dir", type=Path)
+    inspect.add_argument("--step", type=int, help="show the episodes of this step")
+    inspect.add_argument("--group", type=int, metavar="G", help="of the step, only this group")
+    inspect.add_argument("--episode", type=int, metavar="E", help="of each group, only this episode")
+    inspect.add_argument("--model", type=Path, metavar="DIR", help="where the tokenizer is, if it has moved")
+    inspect.add_argument("--color", action="store_true", help="colour tokens by version also where this is no terminal")
+    inspect.set_defaults(command=_inspect)
+
+
+def _add_replay(commands: Commands) -> None:
+    replay = commands.add_parser("replay", help="train again on what a run has archived, and compare the weights")
+    replay.add_argument("run_dir", type=Path)
+    replay.add_argument("config", nargs="*", metavar="KEY=VALUE", help="what is to be different this time")
+    replay.add_argument("--train-only", action="store_true", required=True, help="train, generate nothing")
+    replay.add_argument("--from-step", type=int, default=0, metavar="S", help="begin with the checkpoint of step S")
+    replay.add_argument("--to-step", type=int, default=0, metavar="T", help="the last step; all if not given")
+    replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN_DIR-replay if not given")
+    replay.set_defaults(command=_replay)
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,3 +227,44 @@ def _ledger(options: argparse.Namespace) -> int:
     proof = prove_run(run)
     print(json.dumps(proof.facts(), indent=1) if options.json else "\n".join(ledger_lines(run, proof)))
     return 0 if proof.proven else EXIT_FAILED
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report.inspect import show_step, step_table
+
+    run = RunDir.open(options.run_dir)
+    if options.step is None and (options.group, options.episode) != (None, None):
+        raise ConfigError("--group and --episode are of a step; add --step")
+    colour = options.color or sys.stdout.isatty()
+    wanted = {"group": options.group, "episode": options.episode, "model": options.model, "colour": colour}
+    _print_lines(step_table(run) if options.step is None else show_step(run, options.step, **wanted))
+    return 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    """Print until the end, or until the reader has seen enough, as in ``areal-hpc inspect ... | head``."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the exit
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.roles.replay import replay_run
+    from areal_hpc.telemetry import setup_logging
+
+    setup_logging("launcher", 0)
+    source = RunDir.open(options.run_dir)
+    out = options.out or source.root.with_name(f"{source.root.name}-replay")
+    return replay_run(
+        source,
+        out.absolute(),
+        from_step=options.from_step,
+        to_step=options.to_step,
+        overrides=options.config,
+        stream=sys.stdout,
+    )

@@ -156,6 +156,7 @@ class RunDir:
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
+    archive/                         trained groups in HDF5, if they are archived
     weights/                         the disk transport's versions
     trackers/                        tensorboard/, wandb/
     summary.json  curves.png  curves.svg
@@ -217,6 +218,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def archive(self) -> Path:
+        return self.root / "archive"
 
     @property
     def weights(self) -> Path:

@@ -2,6 +2,7 @@
 
     Prompt -> Completion (one per request) -> Trajectory (one per episode) -> TrajectoryGroup (one per prompt)
            -> GroupRef (where a sealed group lies) -> Batch (packed, what a trainer rank holds)
+           -> TrainedStep (what a step was made of) -> ArchivedStep (with its tokens, for people and tools)
 
 Conventions that every room keeps: index ``t`` of token ids, loss mask, log-probs and **versions** refers to the same
 token; log-probs are natural logarithms of the sampling distribution at the sampling temperature; a token that was not
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,6 +241,26 @@ class GroupRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """What one optimizer step is made of, as far as it is known without the tokens."""
+
+    version: WeightVersion  # the weights that the step makes
+    refs: tuple[GroupRef, ...]  # as claimed, in this order
+    readable: tuple[bool, ...]  # one entry for each group; False where its bytes were damaged and it was left out
+    advantages: Float32Array  # [N], one number for each trajectory, group after group
+    proximal: Mapping[int, Float32Array] = field(default_factory=dict)
+    """Trajectory (0 to N - 1) -> the proximal policy's log-probs [T]; of those that this rank computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedStep:
+    """A step with its tokens; ``groups`` has an entry for each group that was readable, by its place in ``refs``."""
+
+    step: TrainedStep
+    groups: Mapping[int, TrajectoryGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One tensor on its way to an engine, in Hugging Face names."""
 
@@ -307,6 +329,10 @@ class Batch:
             boundaries=np.cumsum([0, *(len(s) for s in spans)], dtype=np.int32),
             proximal=None if self.proximal is None else self.proximal[index],
         )
+
+    def per_sequence(self, values: Float32Array) -> list[Float32Array]:
+        """``values`` [T] of the batch's tokens, one array for each sequence."""
+        return [values[start:end] for start, end in pairwise(self.boundaries.tolist())]
 
     def with_proximal(self, proximal: Float32Array) -> Batch:
         """The same batch with the proximal policy's log-probs [T]."""

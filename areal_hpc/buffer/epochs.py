@@ -128,6 +128,11 @@ def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
     return lineage
 
 
+def history(run: RunDir) -> dict[int, int | None]:
+    """Which steps of which attempts the run stands on now, as a reader from outside sees it."""
+    return load_lineage(run, newest_epoch(run) + 1)
+
+
 def lineage(run: RunDir, epoch: int, parent: WeightVersion | None) -> Callable[[WeightVersion], bool]:
     """``branch`` of attempt ``epoch``, which goes on from checkpoint ``parent``; the others' parents are on disk."""
     parents = {epoch: parent or ROOT}

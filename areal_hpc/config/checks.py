@@ -214,6 +214,17 @@ def check_deterministic(config: Config) -> Iterator[str]:
         )
 
 
+def check_replay(config: Config) -> Iterator[str]:
+    replay = config.replay
+    if replay.run and (config.evaluation.every_steps or config.archive.every_steps):
+        yield (
+            "replay.run: a replay generates nothing, so there is nothing to evaluate and nothing new to archive; set "
+            "evaluation.every_steps and archive.every_steps to 0"
+        )
+    if replay.to_step and replay.to_step <= replay.from_step:
+        yield f"replay.to_step: {replay.to_step} is not after replay.from_step {replay.from_step}; raise it"
+
+
 CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_name,
     check_not_empty,
@@ -234,4 +245,5 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_time_limits,
     check_evaluation,
     check_deterministic,
+    check_replay,
 )

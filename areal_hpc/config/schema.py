@@ -370,6 +370,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ArchiveConfig:
+    every_steps: int = 0
+    """Keep all trained groups, in one HDF5 file for so many optimizer steps (in memory until then); 0 keeps none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig:
+    run: str = ""
+    """Train on the archive of this run directory instead of generating; empty is a run as usual."""
+    from_step: int = 0
+    """Begin with that run's checkpoint of this step; 0 begins with `model.path`."""
+    to_step: int = 0
+    """Last step; 0 is the last one in the archive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LimitsConfig:
     start_s: float = 300.0
     """Longest time for a process of the run to come up."""
@@ -441,6 +457,10 @@ class Config:
     """Evaluation during training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When and how many."""
+    archive: ArchiveConfig = field(default_factory=ArchiveConfig)
+    """Trained groups kept for people and tools."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Training again on what another run has archived."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     """How long anything may take before it is an error with a name."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -106,8 +106,11 @@ class Commits:
                 "weights": weights,
                 "config": config_digest(self._process),
             }
+            archived = self._seal_archive()
             stalled = time.monotonic() - began
-            self._start(step, lambda: self._make(version, state, directory, write, began=began, stalled=stalled))
+            self._start(
+                step, lambda: self._make(version, state, directory, write, archived, began=began, stalled=stalled)
+            )
         if not self._process.config.checkpoint.asynchronous:
             self.settle(wait=True)
 
@@ -118,12 +121,18 @@ class Commits:
 
         self._background.start(_named(step), make_named)
 
+    def _seal_archive(self) -> Callable[[], None]:
+        """What waits until all that this checkpoint has trained on is in the archive, where there is one."""
+        assert self._side is not None
+        return (lambda: None) if self._side.archiver is None else self._side.archiver.seal()
+
     def _make(
         self,
         version: WeightVersion,
         state: Mapping[str, Any],
         directory: Path,
         write: Callable[[Path], None],
+        archived: Callable[[], None],
         *,
         began: float,
         stalled: float,
@@ -135,6 +144,7 @@ class Commits:
             write(place)
             publish(place / CONFIG, dump(process.config).encode())
             checkpoint.await_parts(place, range(1, self._ranks.size), process.config.limits.checkpoint_s)
+            archived()
 
         checkpoint.write(
             run,

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from areal_hpc import checkpoint
-from areal_hpc.buffer.epochs import load_lineage, newest_epoch
+from areal_hpc.buffer.epochs import history
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, DataError
@@ -54,7 +54,7 @@ def find(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    lineage = load_lineage(run, newest_epoch(run) + 1)
+    lineage = history(run)
     if step is not None:
         return checkpoint.at_step(run, lineage, step)
     if (found := checkpoint.newest(run, lineage)) is None:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CODES = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "aborted": EXIT_FAILED}
 CHANGEABLE = (
+    "archive.",
     "checkpoint.",
     "cluster.",
     "evaluation.",

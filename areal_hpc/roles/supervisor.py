@@ -27,7 +27,9 @@ FINISHING = ("trainer", "evaluator")
 
 
 def roles_of(config: Config) -> dict[str, int]:
-    """How many processes of each role a run has."""
+    """How many processes of each role a run has; a replay trains and does nothing else."""
+    if config.replay.run:
+        return {"trainer": config.trainer.ranks}
     return {
         "generator": config.generation.replicas,
         "rollout": config.rollout.workers,

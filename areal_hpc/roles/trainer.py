@@ -19,6 +19,7 @@ from areal_hpc.fs import RunDir, read_if_listed, wait_for
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.wiring.replay import last_step, make_replay_side, replay_origin
 from areal_hpc.roles.wiring.training import (
     TrainerSide,
     join_ranks,
@@ -38,12 +39,14 @@ def main(process: RoleProcess) -> int:
     parent = _choose(process) if ranks.leads else None
     backend = make_backend(process.config, ranks)
     with asyncio.Runner() as loop_runner:
-        side = make_trainer_side(process, parent, loop_runner.run) if ranks.leads else None
+        make_side = make_replay_side if process.config.replay.run else make_trainer_side
+        side = make_side(process, parent, loop_runner.run) if ranks.leads else None
+        origin = parent or replay_origin(process.config.replay) if ranks.leads else None
         # Last, so that nothing draws from the random streams that it restores.
-        start_step = _load(process, ranks, backend, parent)
+        start_step = _load(process, ranks, backend, origin)
         if side is not None:
-            side.reader.write_start(WeightVersion(process.epoch, start_step), side.identity["fingerprint"])
-        member = Member(process=process, ranks=ranks, backend=backend, side=side, parent=parent, runner=loop_runner)
+            side.begin(WeightVersion(process.epoch, start_step))
+        member = Member(process=process, ranks=ranks, backend=backend, side=side, parent=origin)
         loop = _loop(process, member, start_step)
         process.starting.close()
         try:
@@ -91,7 +94,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         epoch=process.epoch,
         step=start_step,
         pace=Pace(
-            total_steps=config.trainer.total_steps,
+            total_steps=last_step(config),
             checkpoint_every=config.checkpoint.every_steps,
             max_new_tokens=config.rollout.sampling.max_new_tokens,
             starve_s=config.limits.starve_s,
@@ -111,6 +114,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         stop_requested=process.stopping,
         workers=[f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
+        archive=None if member.archiver is None else member.archiver.add,
     )
 
 
@@ -125,12 +129,12 @@ class Member:
         backend: TrainerBackend,
         side: TrainerSide | None,
         parent: checkpoint.Checkpoint | None,
-        runner: asyncio.Runner,
     ) -> None:
-        self.process, self.ranks, self.backend, self.side, self.runner = process, ranks, backend, side, runner
+        self.process, self.ranks, self.backend, self.side = process, ranks, backend, side
         self.parent = parent
         self.fingerprint: int | None = None  # of the weights that the engines have; None where none has the newest
         self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side)
+        self.archiver = None if side is None else side.archiver
 
     def publish(self, version: int, weights: Weights) -> Mapping[str, float]:
         """Bring every engine to ``version``; gathering the weights is collective, so the other ranks walk along."""
@@ -210,8 +214,8 @@ class Member:
 
     def close(self) -> None:
         self.commits.close()
+        if self.archiver is not None:
+            self.archiver.close()
         if self.side is not None:
-            self.runner.run(self.side.transport.close())
-            for client in self.side.clients:
-                self.runner.run(client.close())
+            self.side.fleet.close()
             self.side.journal.close()

@@ -8,6 +8,7 @@ collectives. Whoever waits for whom:
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
+    archive          waits for its thread where that is behind         (limit inside the archiver)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 
 A stop request is looked at wherever the loop waits and at every step's edge, and agreed on by all ranks first.
@@ -32,7 +33,17 @@ from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import Batch, Drop, GroupRef, Trajectory, TrajectoryGroup, WeightVersion, episode_means
+from areal_hpc.types import (
+    Batch,
+    Drop,
+    Float32Array,
+    GroupRef,
+    TrainedStep,
+    Trajectory,
+    TrajectoryGroup,
+    WeightVersion,
+    episode_means,
+)
 from areal_hpc.waits import advance, waiting
 
 if TYPE_CHECKING:
@@ -87,6 +98,8 @@ class TrainingLoop:
     """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
     catch_up: Callable[[int, Weights], None] = lambda version, weights: None
     """Bring those engines up to date."""
+    archive: Callable[[TrainedStep], None] | None = None
+    """Takes what each step is made of; on rank 0 only, and where there is an archive."""
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     committed: int = -1
@@ -169,7 +182,7 @@ class TrainingLoop:
         )
         mine = [minibatch[self.ranks.rank] for minibatch in plan]
         groups, damaged = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
-        minibatches = []
+        minibatches, proximal = [], dict[int, Float32Array]()
         for share in mine:
             readable = [index for index in share if owners[index][0] in groups]
             trajectories: list[Trajectory] = [
@@ -177,10 +190,29 @@ class TrainingLoop:
             ]
             batch = pack(trajectories, np.asarray(advantages)[readable])
             if self.algorithm.proximal is ProximalMethod.RECOMPUTE:
-                batch = batch.with_proximal(self.backend.logprobs(batch))
+                logprobs = self.backend.logprobs(batch)
+                batch = batch.with_proximal(logprobs)
+                proximal.update(zip(readable, batch.per_sequence(logprobs), strict=True))
             minibatches.append(batch)
+        if self.archive is not None:
+            self.archive(self._made_of(refs, damaged, advantages, proximal))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
+
+    def _made_of(
+        self,
+        refs: Sequence[GroupRef],
+        damaged: NDArray[np.bool_],
+        advantages: NDArray[np.float64],
+        proximal: Mapping[int, Float32Array],
+    ) -> TrainedStep:
+        return TrainedStep(
+            version=WeightVersion(self.epoch, self.step + 1),
+            refs=tuple(refs),
+            readable=tuple(not bad for bad in damaged.tolist()),
+            advantages=advantages.astype(np.float32),
+            proximal=proximal,
+        )
 
     def _fetch(
         self, refs: Sequence[GroupRef], needed: Sequence[int]

@@ -55,7 +55,7 @@ def test_an_unknown_key_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainer.total_steps" in refused(["config", QUICKSTART, "trainer.total_stepz=3"], capsys)
 
 
-@pytest.mark.parametrize("command", ["status", "stop"])
+@pytest.mark.parametrize("command", ["status", "stop", "inspect"])
 def test_a_directory_without_a_run_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +121,7 @@ def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.Monkey
     assert (seen["resume"], seen["resume_from"]) == (True, 20)
 
 
-@pytest.mark.parametrize("words", [["run", QUICKSTART, "--resumed"], ["status", "a", "b"], []])
+@pytest.mark.parametrize("words", [["run", QUICKSTART, "--resumed"], ["status", "a", "b"], ["replay", "a"], []])
 def test_words_that_no_command_takes_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)

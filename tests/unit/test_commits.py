@@ -78,7 +78,8 @@ class World:
             config=self.config,
             recorder=SimpleNamespace(record=lambda kind, values: self.records.append({"kind": kind, **values})),
         )
-        side: Any = SimpleNamespace(reader=self.reader, identity={"rows": 7}) if ranks.leads else None
+        side: Any = SimpleNamespace(reader=self.reader, identity={"rows": 7}, archiver=None) if ranks.leads else None
+        self.side = side
         if ranks.leads:
             claim_epoch(self.run, {})
             start = WeightVersion(1, 0)
@@ -189,6 +190,27 @@ def test_the_fence_comes_after_the_slow_part_and_a_fenced_trainer_deletes_nothin
         world.commits.settle(wait=True)
     assert world.steps() == [1, 2]
     assert world.reader.told == [0, 0]
+
+
+def test_a_checkpoint_exists_only_once_all_that_it_trained_on_is_archived(world: World) -> None:
+    sealed, outcome = threading.Event(), list[OSError]()
+
+    def durable() -> None:
+        assert sealed.wait(10)
+        for error in outcome:
+            raise error
+
+    world.side.archiver = SimpleNamespace(seal=lambda: durable)
+    world.commits.begin(1, weights=0)
+    assert world.steps() == []
+    sealed.set()
+    world.commits.settle(wait=True)
+    assert world.steps() == [1]
+    outcome.append(OSError(28, "No space left on device"))
+    world.commits.begin(2, weights=0)
+    with pytest.raises(OSError, match="No space left"):
+        world.commits.settle(wait=True)
+    assert world.steps() == [1]
 
 
 def test_synchronous_is_the_same_with_a_wait(tmp_path: Path) -> None:

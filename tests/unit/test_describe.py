@@ -136,6 +136,10 @@ checkpoint.keep: int
 checkpoint.keep_every: int
 checkpoint.keep_best: str
 checkpoint.asynchronous: bool
+archive.every_steps: int
+replay.run: str
+replay.from_step: int
+replay.to_step: int
 limits.start_s: float
 limits.starve_s: float
 limits.weight_update_s: float

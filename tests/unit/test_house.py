@@ -45,7 +45,7 @@ TOP = {"cli", "roles", "__main__", "report"}
 DOORS = {
     "megatron": ("training/megatron/",),
     "submitit": ("cluster/executor.py",),
-    "h5py": ("buffer/",),
+    "h5py": ("buffer/archive.py",),
     "torch_npu": ("accelerator.py",),
     "transformers": ("dialogue/renderer.py", "generation/embedded/", "training/reference.py", "tasks/tiny_model.py"),
     "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
@@ -143,7 +143,7 @@ def test_torchless_rooms_import_no_torch(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    limit = 450 if path.name == "schema.py" else 400  # the schema is one page on purpose: every knob in one place
+    limit = 500 if path.name == "schema.py" else 400  # the schema is one page on purpose: every knob in one place
     assert len(text.splitlines()) <= limit
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

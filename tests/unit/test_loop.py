@@ -23,7 +23,7 @@ from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import Batch, Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.types import Batch, Drop, GroupRef, StopReason, TrainedStep, Trajectory, TrajectoryGroup, WeightVersion
 
 GROUP_SIZE = 3
 
@@ -528,3 +528,53 @@ def test_a_stop_that_only_one_rank_saw_stops_both_at_the_same_step() -> None:
     worlds, finished = two_ranks(stop_second, total_steps=50)
     assert finished == [False, False]
     assert [world.calls[-2] for world in worlds] == ["commit 2", "commit 2"]
+
+
+# What an archive gets
+
+
+def archived(world: World) -> list[TrainedStep]:
+    steps: list[TrainedStep] = []
+    world.loop.archive = steps.append
+    world.run()
+    return steps
+
+
+def test_the_archive_gets_each_step_with_all_that_it_was_trained_on() -> None:
+    world = World(total_steps=3, minibatches=2)
+    steps = archived(world)
+    assert [step.version for step in steps] == [(1, 1), (1, 2), (1, 3)]
+    for step, minibatches in zip(steps, world.backend.trained, strict=True):
+        trained = {(int(b.token_ids[s]), int(b.token_ids[s + 1])): b for b in minibatches for s in b.boundaries[:-1]}
+        owners = [(ref.position, episode) for ref in step.refs for episode in ref.episodes]
+        assert sorted(owners) == sorted(trained)
+        assert step.readable == (True, True)
+        expected = [expected_advantage(*owner) for owner in owners]
+        np.testing.assert_allclose(step.advantages, expected, rtol=1e-5)
+        assert sorted(step.proximal) == list(range(len(owners)))
+        for n in step.proximal:  # the backend's proximal is the behaviour's less a half
+            np.testing.assert_array_equal(step.proximal[n], np.array([-0.5, -0.5, -1.5, -2.5], dtype=np.float32))
+
+
+def test_the_archive_knows_what_was_left_out_and_what_nobody_computed() -> None:
+    world = World(total_steps=1, proximal=ProximalMethod.REUSE)
+    world.loop.fetch = damaged(world, 1)
+    (step,) = archived(world)
+    assert [ref.position for ref in step.refs] == [0, 1]
+    assert step.readable == (True, False)
+    assert step.advantages.size == 2 * GROUP_SIZE
+    assert step.proximal == {}
+
+
+def test_of_two_ranks_only_the_first_hands_over_and_knows_its_own_share() -> None:
+    steps: list[TrainedStep] = []
+
+    def keep(worlds: list[World]) -> None:
+        worlds[0].loop.archive = steps.append
+
+    worlds, _ = two_ranks(keep, total_steps=2, groups_per_step=4)
+    for step, minibatches in zip(steps, worlds[0].backend.trained, strict=True):
+        owners = [(ref.position, episode) for ref in step.refs for episode in ref.episodes]
+        mine = {(int(b.token_ids[s]), int(b.token_ids[s + 1])) for b in minibatches for s in b.boundaries[:-1]}
+        assert {owners[n] for n in step.proximal} == mine
+        assert 0 < len(mine) < len(owners)

@@ -173,6 +173,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"deterministic": True, "trainer__backend": TrainerBackendName.MEGATRON},
         "trainer.backend: megatron is not known to be deterministic; choose reference, or set deterministic to false",
     ),
+    "check_replay": (
+        {"replay__run": "runs/a", "archive__every_steps": 5},
+        "replay.run: a replay generates nothing, so there is nothing to evaluate and nothing new to archive",
+    ),
+    "check_replay, no steps": (
+        {"replay__from_step": 4, "replay__to_step": 4},
+        "replay.to_step: 4 is not after replay.from_step 4",
+    ),
 }  # fmt: skip
 
 

@@ -62,9 +62,6 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
             yield from ()
 
     class Reader:
-        def write_start(self, version: WeightVersion, fingerprint: str) -> None:
-            order.append(f"start {version.step}")
-
         def may_publish(self, version: WeightVersion) -> bool:
             return True
 
@@ -91,7 +88,13 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         return True
 
     side = SimpleNamespace(
-        reader=Reader(), transport=Transport(), clients=[], identity={"fingerprint": "f"}, journal=Journal(run, 2)
+        reader=Reader(),
+        transport=Transport(),
+        clients=[],
+        identity={},
+        journal=Journal(run, 2),
+        begin=lambda version: order.append(f"start {version.step}"),
+        archiver=None,
     )
     monkeypatch.setattr(trainer, "join_ranks", lambda _: Ranks())
     monkeypatch.setattr(trainer, "make_backend", make("model", Backend()))
@@ -126,7 +129,7 @@ def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_tok
             process=process,
             ranks=Ranks(),
             backend=process,
-            side=SimpleNamespace(transport=Transport()),  # type: ignore[arg-type]
+            side=SimpleNamespace(transport=Transport(), archiver=None),  # type: ignore[arg-type]
             parent=parent,
             runner=runner,
         )

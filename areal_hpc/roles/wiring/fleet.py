@@ -28,8 +28,14 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
+BUCKET_BYTES = 1 << 28
+"""In which weights that go to nobody are looked at."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
 """Until an engine that failed is tried again: doubled each time that it fails."""
+
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end."""
 
 
 class Engine(WeightTarget, Protocol):
@@ -39,12 +45,13 @@ class Engine(WeightTarget, Protocol):
 
     async def reach(self) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class Fleet:
     """The engines behind one transport.
 
     Args:
-        run: runs a coroutine to its end.
         wait_s: longest time in which nobody takes new weights.
         stopping: whether nobody needs them any more.
         record: takes ``("engine", values)`` whenever one is lost or is back.
@@ -55,7 +62,7 @@ class Fleet:
         engines: Sequence[Engine],
         transport: WeightTransport,
         *,
-        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        run: Run,
         wait_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
@@ -123,6 +130,12 @@ class Fleet:
         finally:
             deque(weights, maxlen=0)
 
+    def close(self) -> None:
+        """End all connections, those of the transport first."""
+        self._run(self._transport.close())
+        for engine in self._engines:
+            self._run(engine.close())
+
     def _someone_is_there(self) -> bool:
         """Let in who was replaced, and if nobody is left wait for anybody; False if that is not needed any more."""
         self._admit(self._find(self._replaced()))
@@ -189,3 +202,23 @@ class Fleet:
             self._record("engine", {"engine": name, "event": "back", "version": version, "reason": ""})
             self._out.remove(name)
             self._pauses.pop(name, None)
+
+
+class NoEngines:
+    """In place of a ``Fleet``: weights go to nobody."""
+
+    def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+        """The fingerprint that engines would have been sent."""
+        from areal_hpc.buckets import fingerprint, plan_buckets
+
+        specs = [spec for bucket in plan_buckets(weights, BUCKET_BYTES, device="cpu") for spec in bucket.specs]
+        return {"fingerprint": float(fingerprint(specs))}
+
+    def behind(self) -> bool:
+        return False
+
+    def catch_up(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        raise AssertionError("nobody is behind")
+
+    def close(self) -> None:
+        """Nothing is open."""

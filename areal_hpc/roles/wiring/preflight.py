@@ -8,6 +8,7 @@ from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
 
@@ -19,6 +20,10 @@ def preflight(config: Config) -> None:
         ConfigError: this version cannot start a backend; the workflow, reward or model's maker cannot be imported.
     """
     _refuse_what_cannot_start(config)
+    if config.replay.run:
+        check_replay(config)
+        make_model(config)
+        return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
         evaluation = open_dataset(config.prompts, "eval", config.seed)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import compute_deterministically
+from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.reader import RingReader
+from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
-from areal_hpc.generation.client import EngineClient
+from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import make_clients
-from areal_hpc.roles.wiring.fleet import Fleet
+from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup
+from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
 from areal_hpc.waits import waiting
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
@@ -33,7 +36,8 @@ MIB = 1 << 20
 
 def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
     """How a trainer rank reads the groups of its share."""
-    return GroupFetcher(process.run).read
+    source = process.config.replay.run
+    return ReplayReader(RunDir.open(Path(source))).read if source else GroupFetcher(process.run).read
 
 
 def join_ranks(process: RoleProcess) -> Ranks:
@@ -86,21 +90,20 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
 class TrainerSide:
     """What only rank 0 has."""
 
-    reader: RingReader
-    transport: WeightTransport
-    fleet: Fleet
-    """The engines that the transport serves, as they come and go."""
-    clients: Sequence[EngineClient]
-    """Of those engines; whoever closes the transport closes them after it."""
+    reader: RingReader | ReplayReader
+    fleet: Fleet | NoEngines
+    """The engines that get the weights, as they come and go."""
     identity: Mapping[str, Any]
     """What decides which prompt a position means; a checkpoint carries it."""
     journal: Journal
+    begin: Callable[[WeightVersion], object]
+    """Says once, when everything is loaded, with which version the attempt begins."""
+    archiver: Archiver | None
+    """Where trained groups are kept; None where they are not."""
 
 
-def make_trainer_side(
-    process: RoleProcess, parent: Checkpoint | None, run: Callable[[Coroutine[Any, Any, Any]], Any]
-) -> TrainerSide:
-    """Rank 0's ring and transport; the ring has read what earlier attempts left. ``reader.write_start`` is to come."""
+def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run) -> TrainerSide:
+    """Rank 0's ring and transport; the ring has read what earlier attempts left."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
     if parent is not None:
@@ -127,7 +130,25 @@ def make_trainer_side(
         record=process.recorder.record,
     )
     return TrainerSide(
-        reader=reader, transport=transport, fleet=fleet, clients=clients, identity=identity, journal=journal
+        reader=reader,
+        fleet=fleet,
+        identity=identity,
+        journal=journal,
+        begin=lambda version: reader.write_start(version, identity["fingerprint"]),
+        archiver=_make_archiver(process),
+    )
+
+
+def _make_archiver(process: RoleProcess) -> Archiver | None:
+    config = process.config
+    if not config.archive.every_steps:
+        return None
+    return Archiver(
+        process.run,
+        process.epoch,
+        every_steps=config.archive.every_steps,
+        read=make_fetch(process),
+        timeout_s=config.limits.starve_s,
     )
 
 
