@@ -3,6 +3,7 @@
 What a shared file system really promises (close-to-open consistency, cached negative lookups, atomic rename) is worked
 out here once: publish by temporary file, fsync, rename, fsync of the directory; create exclusively by link; wait by
 listing the directory, never by asking for a name that may not exist yet (NFS caches the "no" for up to a minute).
+A name is durable once its directory has been synced, so whoever makes a directory here syncs its parent, too.
 """
 
 from __future__ import annotations
@@ -18,20 +19,73 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_hpc.errors import RunDirError, WaitTimeout
 
 PRIVATE_FILE = 0o600
 PRIVATE_DIR = 0o700
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+TEMPORARY_NAME = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}\.tmp")
+RETRY_PAUSES_S = (0.02, 0.08, 0.32)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the errors of calls on descriptors, which name nothing, the path that they are about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def retried(call: Callable[[], T]) -> T:
+    """What ``call`` returns; a stale handle or an I/O error is tried again a few times, since a new lookup mends it.
+
+    Raises:
+        OSError: it failed every time, for about half a second, or in another way.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in (errno.ESTALE, errno.EIO):
+                raise
+        time.sleep(pause_s)
+    return call()
 
 
 def fsync_directory(path: Path) -> None:
     """Make names created in or removed from ``path`` survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with naming(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def rename(source: Path, target: Path) -> None:
+    """``os.replace``, which may answer that ``source`` is not there although it has moved it: a server did as it was
+    asked, the answer was lost, and the repeated request found nothing. Not durable before the directory is synced.
+    """
+    inode = source.stat().st_ino
     try:
-        os.fsync(fd)
+        os.replace(source, target)
+    except FileNotFoundError:
+        if not target.exists() or _opened_status(target).st_ino != inode:
+            raise
+
+
+def _opened_status(path: Path) -> os.stat_result:
+    """The status of ``path`` through a fresh descriptor: opening is what revalidates it on a network file system."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(fd)
     finally:
         os.close(fd)
 
@@ -42,13 +96,17 @@ def _temporary(path: Path, data: bytes) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_durably(fd, path, data)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_durably(fd: int, path: Path, data: bytes) -> None:
+    with naming(path), os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def publish(path: Path, data: bytes) -> None:
@@ -58,7 +116,7 @@ def publish(path: Path, data: bytes) -> None:
         OSError: the file system refused; ``path`` is unchanged and nothing is left behind.
     """
     with _temporary(path, data) as temporary:
-        os.replace(temporary, path)
+        rename(temporary, path)
     fsync_directory(path.parent)
 
 
@@ -70,13 +128,15 @@ def publish_json(path: Path, value: Any) -> None:
 def create_exclusive(path: Path, data: bytes) -> bool:
     """Create ``path`` with ``data`` if nobody has it: exactly one of many callers on any host gets True.
 
-    link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first).
+    link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first,
+    and a crash may leave it so). A server may answer "exists" to a repeated request of ours: a second link says so.
     """
     with _temporary(path, data) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            return False
+            if _opened_status(temporary).st_nlink < 2:
+                return False
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                 raise
@@ -90,23 +150,33 @@ def _create_by_open(path: Path, data: bytes) -> bool:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_durably(fd, path, data)
     fsync_directory(path.parent)
     return True
 
 
+def sweep_temporaries(directory: Path) -> None:
+    """Remove what killed processes left of files that they were publishing in ``directory``. Only for the owner of all
+    that is published there: the file of somebody who lives would go as well."""
+    for name in names_in(directory):
+        if TEMPORARY_NAME.fullmatch(name):
+            (directory / name).unlink(missing_ok=True)
+
+
+def names_in(directory: Path) -> list[str]:
+    """What is in ``directory``, listed anew."""
+    return retried(lambda: os.listdir(directory))
+
+
 def read_json(path: Path) -> Any:
     """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
-    return json.loads(path.read_bytes())
+    return json.loads(retried(path.read_bytes))
 
 
 def read_if_listed(path: Path) -> Any | None:
     """The JSON document at ``path``, or None while its directory does not list it."""
     try:
-        names = os.listdir(path.parent)
+        names = names_in(path.parent)
     except FileNotFoundError:
         return None
     return read_json(path) if path.name in names else None
@@ -127,9 +197,15 @@ def wait_for(what: str, ready: Callable[[], Any], timeout_s: float, poll_s: floa
 
 
 def make_private_directory(path: Path) -> Path:
-    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask.
+
+    Its name is durable even if somebody made it who was killed before he could sync it; so are those of new parents.
+    """
+    for parent in reversed([parent for parent in path.parents if not parent.is_dir()]):
+        parent.mkdir(exist_ok=True)
+        fsync_directory(parent.parent)
     path.mkdir(mode=PRIVATE_DIR, exist_ok=True)
+    fsync_directory(path.parent)
     return path
 
 
@@ -230,7 +306,7 @@ class RunDir:
 
     def evaluated_steps(self) -> set[int]:
         """Optimizer steps whose evaluation has a result."""
-        return {int(name[5:13]) for name in os.listdir(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
+        return {int(name[5:13]) for name in names_in(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
 
     def curves(self, suffix: str) -> Path:
         return self.root / f"curves.{suffix}"
@@ -240,7 +316,7 @@ class RunDir:
 
     def all_attempts(self) -> list[AttemptDir]:
         """Every attempt, oldest first, by listing."""
-        epochs = sorted(int(name) for name in os.listdir(self.attempts) if re.fullmatch(r"\d{8}", name))
+        epochs = sorted(int(name) for name in names_in(self.attempts) if re.fullmatch(r"\d{8}", name))
         return [self.attempt(epoch) for epoch in epochs]
 
     def newest_attempt(self) -> AttemptDir | None:

@@ -7,13 +7,12 @@ grow within that chain. A writer believes it only where it is of the writer's ow
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import RunDir, names_in, publish_json, read_json
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -77,7 +76,7 @@ def read_control(run: RunDir, *, known: bool) -> Control | None:
         known: it has been read before, so its name need not be looked for in the directory.
     """
     path = run.ring / "CONTROL.json"
-    value = read_replaced(path) if known or path.name in os.listdir(path.parent) else None
+    value = read_replaced(path) if known or path.name in names_in(path.parent) else None
     if value is None:
         return None
     slots = tuple(SlotControl.from_json(slot) for slot in value["slots"])

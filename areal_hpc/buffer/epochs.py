@@ -10,7 +10,6 @@ slept through its own replacement publishes nothing and deletes nothing.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, read_if_listed, read_json
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed, read_json
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -43,7 +42,7 @@ def _directory(run: RunDir) -> Path:
 def newest_epoch(run: RunDir) -> int:
     """The highest epoch anybody has claimed, by listing; 0 before the first."""
     try:
-        names = os.listdir(_directory(run))
+        names = names_in(_directory(run))
     except FileNotFoundError:
         return 0
     return max((int(name[1:]) for name in names if re.fullmatch(r"e\d{8}", name)), default=0)

@@ -12,7 +12,6 @@ The rules are the Ledger's. Here they meet files: which chains are followed, wha
 from __future__ import annotations
 
 import errno
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir, make_private_directory
+from areal_hpc.fs import RunDir, make_private_directory, names_in
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -196,7 +195,7 @@ class RingReader:
     # Chains
 
     def _listed(self) -> list[ChainName]:
-        names = (ChainName.parse(text) for text in os.listdir(self._chains))
+        names = (ChainName.parse(text) for text in names_in(self._chains))
         return [name for name in names if name is not None]
 
     def _discover(self) -> None:
@@ -205,7 +204,7 @@ class RingReader:
         if now < self._next_discovery_s:
             return
         self._next_discovery_s = now + self._discover_s
-        entries = [name for name in os.listdir(self._registry) if re.fullmatch(r"\d{5}\.json", name)]
+        entries = [name for name in names_in(self._registry) if re.fullmatch(r"\d{5}\.json", name)]
         registered = (read_replaced(self._registry / entry) for entry in entries)
         names = {*self._listed(), *(ChainName(*entry["chain"]) for entry in registered if entry is not None)}
         for name in sorted(names):

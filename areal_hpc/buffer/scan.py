@@ -7,7 +7,6 @@ the expected sequence number mean "not yet": a hole of zeros, a torn write, a ta
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import time
@@ -19,13 +18,11 @@ from typing import Any, TypeVar
 from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RETRY_PAUSES_S, RunDir, names_in, naming, retried
 from areal_hpc.types import GroupRef, TrajectoryGroup
 
 T = TypeVar("T")
 WINDOW_BYTES = 1 << 13
-TRIES = 4
-FIRST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +39,21 @@ class Found:
 def reading(path: Path, read: Callable[[int], T]) -> T | None:
     """What ``read`` makes of a fresh descriptor, or None where the file is not there (yet, or any more).
 
-    A stale handle or an I/O error is tried again a few times, since a new lookup mends it; ``read`` may run again.
+    A stale handle or an I/O error is tried again a few times; ``read`` may run again.
     """
-    for attempt in range(TRIES):
-        try:
-            return _read(path, read)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno not in (errno.ESTALE, errno.EIO) or attempt == TRIES - 1:
-                raise
-        time.sleep(FIRST_PAUSE_S * 4**attempt)
-    raise AssertionError("unreachable")
+    try:
+        return retried(lambda: _read(path, read))
+    except FileNotFoundError:
+        return None
 
 
 def _read(path: Path, read: Callable[[int], T]) -> T:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return read(fd)
-    finally:
-        os.close(fd)
+    with naming(path):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return read(fd)
+        finally:
+            os.close(fd)
 
 
 class _Window:
@@ -110,7 +102,7 @@ class ChainReader:
         """The lowest segment above ``after`` that the directory lists."""
         assert after is not None
         try:
-            names = os.listdir(self.directory)
+            names = names_in(self.directory)
         except FileNotFoundError:
             return None
         numbers = (int(name[:8]) for name in names if re.fullmatch(r"\d{8}\.seg", name))
@@ -182,12 +174,11 @@ class GroupFetcher:
         Raises:
             CorruptRecord: they fail every time; names chain, segment and sequence number.
         """
-        for attempt in range(TRIES):
-            group = self._read_once(ref)
-            if group is not None:
+        for pause_s in (0.0, *RETRY_PAUSES_S):
+            if pause_s:
+                self._sleep(pause_s)
+            if (group := self._read_once(ref)) is not None:
                 return group
-            if attempt < TRIES - 1:
-                self._sleep(FIRST_PAUSE_S * 4**attempt)
         where = f"chain {ref.chain}, segment {ref.segment}, record {ref.seq} (offset {ref.offset})"
         raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
 

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from areal_hpc.buffer import scan
+from areal_hpc import fs
 from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
 from areal_hpc.buffer.records import RecordType, frame
 from areal_hpc.buffer.scan import ChainReader
@@ -28,7 +28,7 @@ def chains(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(fs, "RETRY_PAUSES_S", (0.0,) * 3)
 
 
 def new_chain(chains: Path, segment_bytes: int = LARGE) -> ChainWriter:

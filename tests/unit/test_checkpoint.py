@@ -278,10 +278,11 @@ def cut_after(monkeypatch: pytest.MonkeyPatch, calls: int, failure: BaseExceptio
 
 def num_fsyncs(tmp_path: Path) -> int:
     """How many fsyncs one checkpoint takes."""
+    run = RunDir.create(tmp_path / "counted")
     with pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
         patch.setattr(os, "fsync", calls.append)
-        make(RunDir.create(tmp_path / "counted"), 1)
+        make(run, 1)
     return len(calls)
 
 

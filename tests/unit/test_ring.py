@@ -157,7 +157,7 @@ def damage(run: RunDir, ref: GroupRef) -> None:
 def test_damaged_bytes_are_named_and_their_prompt_runs_again(
     run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(scan, "RETRY_PAUSES_S", (0.0,) * 3)
     writer = new_writer(run, reader)
     produce(writer, 0, 1)
     bad, good = reader.claim(2, WeightVersion(reader._epoch, 0))
