@@ -155,11 +155,11 @@ def _create_by_open(path: Path, data: bytes) -> bool:
     return True
 
 
-def sweep_temporaries(directory: Path) -> None:
-    """Remove what killed processes left of files that they were publishing in ``directory``. Only for the owner of all
-    that is published there: the file of somebody who lives would go as well."""
+def sweep_temporaries(directory: Path, *, before: str = "~") -> None:
+    """Remove what killed processes left of files, of names that sort before ``before``, that they were publishing in
+    ``directory``. Nobody who lives may be publishing one of these: his would go as well."""
     for name in names_in(directory):
-        if TEMPORARY_NAME.fullmatch(name):
+        if (match := TEMPORARY_NAME.fullmatch(name)) and match[1] < before:
             (directory / name).unlink(missing_ok=True)
 
 
@@ -174,12 +174,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_if_listed(path: Path) -> Any | None:
-    """The JSON document at ``path``, or None while its directory does not list it."""
+    """The JSON document at ``path``, or None while its directory does not list it or it is empty (no hard links here,
+    and whoever made it has not written it yet)."""
     try:
         names = names_in(path.parent)
     except FileNotFoundError:
         return None
-    return read_json(path) if path.name in names else None
+    if path.name not in names or not (data := retried(path.read_bytes)):
+        return None
+    return json.loads(data)
 
 
 def wait_for(what: str, ready: Callable[[], Any], timeout_s: float, poll_s: float = 0.1, *, hint: str = "") -> Any:
@@ -363,6 +366,11 @@ class AttemptDir:
     @property
     def resume_from(self) -> Path:
         return self.root / "resume-from.json"
+
+    @property
+    def mount(self) -> Path:
+        """What the file system was found to offer when the attempt began."""
+        return self.root / "mount.json"
 
     @property
     def stop_request(self) -> Path:

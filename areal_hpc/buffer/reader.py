@@ -27,6 +27,7 @@ from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import RunDir, make_private_directory, names_in
+from areal_hpc.mount import low_space
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -64,7 +65,7 @@ class RingReader:
     ) -> None:
         assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
         self._run, self._epoch, self._num_slots, self._discover_s = run, epoch, num_slots, discover_s
-        self._parent = parent
+        self._parent, self._min_free_mb = parent, config.min_free_mb
         self._registry = make_private_directory(run.ring / "reg")
         self._chains = make_private_directory(run.ring / "chains")
         self._fetcher = GroupFetcher(run)
@@ -181,7 +182,9 @@ class RingReader:
     def waiting_for(self) -> str:
         """A sentence on what the last claim, or the last ``may_publish``, waits for."""
         absent = [slot for slot in range(self._num_slots) if slot not in self._live]
-        return self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
+        text = self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
+        problem = low_space(self._run.ring, self._min_free_mb)
+        return text + (f"; no new prompt is begun, since {problem}" if problem else "")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of the ring."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.chain import ChainWriter
-from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage
+from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
@@ -168,6 +168,7 @@ class Trainer:
     def __init__(self, run: RunDir, promises: Promises) -> None:
         self.run, self._promises = run, promises
         self.epoch = claim_epoch(run, {})
+        sweep(run, self.epoch)
         checkpoint.sweep(run, self.epoch)
         found = checkpoint.newest(run, load_lineage(run, self.epoch))
         parent = None if found is None else found.version
@@ -303,3 +304,6 @@ class Trial:
         model = read_json(found.path / "model.json")
         if sorted(model) != TRAINABLE:
             raise Violation(f"trained on {sorted(model)}, not once on each of {TRAINABLE}")
+        left = [path for path in self.root.rglob("*") if path.suffix in (".tmp", ".trash")]
+        if litter := [path for path in left if not path.name.startswith(f".e{trainer.epoch:08d}")]:
+            raise Violation(f"left behind: {litter}")  # another claim of this epoch may still be under way
