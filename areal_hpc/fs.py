@@ -28,6 +28,8 @@ PRIVATE_DIR = 0o700
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TEMPORARY_NAME = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}\.tmp")
 RETRY_PAUSES_S = (0.02, 0.08, 0.32)
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EBUSY)
+"""Errors that may pass: somebody frees space, the server comes back, a reader on NFS lets go of a deleted file."""
 
 T = TypeVar("T")
 
@@ -62,7 +64,7 @@ def retried(call: Callable[[], T]) -> T:
 def fsync_directory(path: Path) -> None:
     """Make names created in or removed from ``path`` survive a power cut."""
     with naming(path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = retried(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY))
         try:
             os.fsync(fd)
         finally:
@@ -92,14 +94,15 @@ def _opened_status(path: Path) -> os.stat_result:
 
 @contextmanager
 def _temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """A private, durable file with ``data`` beside ``path``; it is gone afterwards, whatever happened."""
+    """A private, durable file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     try:
         _write_durably(fd, path, data)
         yield temporary
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_durably(fd: int, path: Path, data: bytes) -> None:
@@ -132,16 +135,25 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     and a crash may leave it so). A server may answer "exists" to a repeated request of ours: a second link says so.
     """
     with _temporary(path, data) as temporary:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            if _opened_status(temporary).st_nlink < 2:
-                return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-                raise
-            return _create_by_open(path, data)
-    fsync_directory(path.parent)
+        made = _link(temporary, path)
+        temporary.unlink(missing_ok=True)
+    if made is None:
+        return _create_by_open(path, data)
+    if made:
+        fsync_directory(path.parent)
+    return made
+
+
+def _link(temporary: Path, path: Path) -> bool | None:
+    """Whether ``path`` is now a second name of ``temporary``; None where there are no hard links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return _opened_status(temporary).st_nlink > 1
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        return None
     return True
 
 
@@ -170,7 +182,12 @@ def names_in(directory: Path) -> list[str]:
 
 def read_json(path: Path) -> Any:
     """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
-    return json.loads(retried(path.read_bytes))
+    return json.loads(_read(path))
+
+
+def _read(path: Path) -> bytes:
+    with naming(path):
+        return retried(path.read_bytes)
 
 
 def read_if_listed(path: Path) -> Any | None:
@@ -180,7 +197,7 @@ def read_if_listed(path: Path) -> Any | None:
         names = names_in(path.parent)
     except FileNotFoundError:
         return None
-    if path.name not in names or not (data := retried(path.read_bytes)):
+    if path.name not in names or not (data := _read(path)):
         return None
     return json.loads(data)
 

@@ -15,7 +15,6 @@ have seen all of it.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -28,12 +27,10 @@ from typing import Any, NamedTuple
 
 from areal_hpc.buffer.records import RecordType, checksum, frame
 from areal_hpc.errors import RunDirError, WaitTimeout
-from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory, naming
+from areal_hpc.fs import PASSING, PRIVATE_FILE, fsync_directory, make_private_directory, naming
 
 COMMIT_BYTES = 4 << 20
 STOP_S = 60.0
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-"""Write errors that may pass: somebody frees space, the server comes back."""
 
 
 class ChainName(NamedTuple):
@@ -175,7 +172,8 @@ class ChainWriter:
             for file in (self._file, self._next):
                 if file is not None and file.fd >= 0:
                     fd, file.fd = file.fd, -1
-                    os.close(fd)
+                    with naming(self.directory / segment_name(file.number)):
+                        os.close(fd)
 
     def _take_pending(self) -> _Batch | None:
         with self.wake:
@@ -197,10 +195,13 @@ class ChainWriter:
 
     def _put(self, data: bytes, offset: int) -> None:
         written = 0
-        with naming(self.directory / segment_name(self._file.number)):
+        with naming(self._path()):
             while written < len(data):
                 written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
             os.fdatasync(self._file.fd)
+
+    def _path(self) -> Path:
+        return self.directory / segment_name(self._file.number)
 
     def _roll(self) -> None:
         """Begin the next segment. Where none can be created this one simply grows; the next commit tries again."""
@@ -222,11 +223,12 @@ class ChainWriter:
         if self._next is None:
             return
         self._put(self._file.seal, self._file.offset)
-        done = self._file.fd
+        done, path = self._file.fd, self._path()
         self._sealed.append(self._segment)
         self._file, self._next = self._next, None
         self._segment = _Segment(self._file.number)
-        os.close(done)  # last: it is closed even where close(2) reports an error, and everything is durable already
+        with naming(path):
+            os.close(done)  # last: it is closed even where close(2) reports an error, and all of it is durable already
 
     def _create_segment(self, number: int) -> _File:
         path = self.directory / segment_name(number)

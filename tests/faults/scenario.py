@@ -29,7 +29,7 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import PASSING, RunDir, naming, read_json
 from areal_hpc.roles.wiring.training import load_lineage
 from areal_hpc.types import Drop, GroupRef, StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
@@ -71,6 +71,17 @@ class Promises:
     """Checkpoints whose write returned."""
 
 
+def borne(call: Callable[[], None]) -> bool:
+    """Whether ``call`` went well; errors that the thread of GroupCommit waits out are waited out."""
+    try:
+        call()
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        return False
+    return True
+
+
 class InlineCommit:
     """GroupCommit without its thread: what that would do soon is done at once, so that a run repeats itself."""
 
@@ -83,8 +94,7 @@ class InlineCommit:
         pass
 
     def reclaim(self, finished: int) -> None:
-        if finished > self._reclaimed:
-            self._chain.reclaim(finished)
+        if finished > self._reclaimed and borne(lambda: self._chain.reclaim(finished)):
             self._reclaimed = finished
 
     def stop(self) -> None:
@@ -120,7 +130,7 @@ class Worker:
     """A rollout worker: walks its shard, positions to run again first, with up to two prompts in flight."""
 
     def __init__(self, writer: RingWriter, slot: int, promises: Promises) -> None:
-        self.writer, self._position, self._promises = writer, slot, promises
+        self.writer, self.slot, self._position, self._promises = writer, slot, slot, promises
         self._again: list[int] = []
         self._open: list[Ticket] = []
         self._handed_over: list[tuple[int, WeightVersion]] = []
@@ -133,9 +143,9 @@ class Worker:
             self.flush()
 
     def flush(self) -> None:
-        self.writer.flush()
-        self._promises.sealed += self._handed_over
-        self._handed_over = []
+        if borne(self.writer.flush):
+            self._promises.sealed += self._handed_over
+            self._handed_over = []
 
     def _reserve(self) -> None:
         issued = self.writer.issued()
@@ -245,14 +255,25 @@ class Trainer:
         checkpoint.prune(self.run, KEEP)
 
     def write_model(self, directory: Path) -> None:
-        (directory / "model.json").write_text(str(self.model), encoding="ascii")
+        path = directory / "model.json"
+        with naming(path):
+            path.write_text(str(self.model), encoding="ascii")
 
 
 class Trial:
     """One run, attempt after attempt."""
 
-    def __init__(self, root: Path, promises: Promises | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        promises: Promises | None = None,
+        seed: int = 0,
+        acting: Callable[[str], None] = lambda _: None,
+        tidy: bool = True,
+    ) -> None:
         self.root = root / "run"
+        self._acting = acting  # told who uses the volume from now on: every process is a client of its own
+        self._tidy = tidy  # nothing may be left behind at the end
         self.promises = promises or Promises()
         self._rng = Random(seed)
 
@@ -271,7 +292,9 @@ class Trial:
             if trainer.step == replace_at:
                 workers[0], replace_at = self.worker(trainer, 0), None
             for worker in workers:
+                self._acting(f"writer {worker.slot}")
                 worker.move(self._rng)
+            self._acting("trainer")
             idle = 0 if trainer.move() else idle + 1
             if idle > IDLE_ROUNDS:
                 raise Violation(f"stuck at step {trainer.step}: {trainer.reader.waiting_for()}")
@@ -279,10 +302,12 @@ class Trial:
             self._end(trainer, workers)
 
     def begin(self) -> tuple[Trainer, list[Worker]]:
-        trainer = Trainer(RunDir.create(self.root), self.promises)
+        self._acting("trainer")
+        self.trainer = trainer = Trainer(RunDir.create(self.root), self.promises)
         return trainer, [self.worker(trainer, slot) for slot in range(NUM_SLOTS)]
 
     def worker(self, trainer: Trainer, slot: int) -> Worker:
+        self._acting(f"writer {slot}")
         writer = RingWriter(
             trainer.run,
             trainer.epoch,
@@ -298,12 +323,14 @@ class Trial:
     def _end(self, trainer: Trainer, workers: list[Worker]) -> None:
         trainer.save()
         for worker in workers:
+            self._acting(f"writer {worker.slot}")
             worker.writer.close()
+        self._acting("trainer")
         found = checkpoint.newest(trainer.run, load_lineage(trainer.run, trainer.epoch + 1))
         assert found is not None
         model = read_json(found.path / "model.json")
         if sorted(model) != TRAINABLE:
             raise Violation(f"trained on {sorted(model)}, not once on each of {TRAINABLE}")
         left = [path for path in self.root.rglob("*") if path.suffix in (".tmp", ".trash")]
-        if litter := [path for path in left if not path.name.startswith(f".e{trainer.epoch:08d}")]:
+        if self._tidy and (litter := [path for path in left if not path.name.startswith(f".e{trainer.epoch:08d}")]):
             raise Violation(f"left behind: {litter}")  # another claim of this epoch may still be under way

@@ -422,7 +422,7 @@ def power_cut(image: Image, rng: Random) -> Image:
 def _surviving_content(file: File, rng: Random, survival: float) -> bytes:
     content = file.durable
     for write in file.unsynced:
-        for piece in _sectors(write):
+        for piece in sectors(write):
             if rng.random() < survival:
                 content = patched(content, piece)
     if file.unsynced and rng.random() < survival / 2:  # the new size got there before the data
@@ -430,7 +430,7 @@ def _surviving_content(file: File, rng: Random, survival: float) -> bytes:
     return content
 
 
-def _sectors(write: Write) -> Iterator[Write]:
+def sectors(write: Write) -> Iterator[Write]:
     if write.data is None:
         yield write
         return
