@@ -19,46 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_hpc.errors import RunDirError, WaitTimeout
+from areal_hpc.patience import naming, retried
 
 PRIVATE_FILE = 0o600
 PRIVATE_DIR = 0o700
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TEMPORARY_NAME = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}\.tmp")
-RETRY_PAUSES_S = (0.02, 0.08, 0.32)
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EBUSY)
-"""Errors that may pass: somebody frees space, the server comes back, a reader on NFS lets go of a deleted file."""
-
-T = TypeVar("T")
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Give the errors of calls on descriptors, which name nothing, the path that they are about."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def retried(call: Callable[[], T]) -> T:
-    """What ``call`` returns; a stale handle or an I/O error is tried again a few times, since a new lookup mends it.
-
-    Raises:
-        OSError: it failed every time, for about half a second, or in another way.
-    """
-    for pause_s in RETRY_PAUSES_S:
-        try:
-            return call()
-        except OSError as error:
-            if error.errno not in (errno.ESTALE, errno.EIO):
-                raise
-        time.sleep(pause_s)
-    return call()
 
 
 def fsync_directory(path: Path) -> None:

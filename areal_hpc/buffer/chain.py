@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from areal_hpc.buffer.records import RecordType, checksum, frame
 from areal_hpc.errors import RunDirError, WaitTimeout
-from areal_hpc.fs import PASSING, PRIVATE_FILE, fsync_directory, make_private_directory, naming
+from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
+from areal_hpc.patience import PASSING, naming
 
 COMMIT_BYTES = 4 << 20
 STOP_S = 60.0

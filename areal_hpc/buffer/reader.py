@@ -26,8 +26,9 @@ from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import PASSING, RunDir, make_private_directory, names_in
+from areal_hpc.fs import RunDir, make_private_directory, names_in
 from areal_hpc.mount import low_space
+from areal_hpc.patience import PASSING
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RETRY_PAUSES_S, RunDir, names_in, naming, retried
+from areal_hpc.fs import RunDir, names_in
+from areal_hpc.patience import RETRY_PAUSES_S, naming, retried
 from areal_hpc.types import GroupRef, TrajectoryGroup
 
 T = TypeVar("T")

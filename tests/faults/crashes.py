@@ -40,9 +40,10 @@ class State(NamedTuple):
     promises: Promises
 
 
-def record(seed: int = 0) -> tuple[list[Point], Promises]:
+def record(seed: int = 0, *, hard_links: bool = True) -> tuple[list[Point], Promises]:
     """A run of three attempts, the first two of which vanish; a writer is replaced in the first."""
     volume, trial, points = Volume(ROOT), Trial(ROOT, seed=seed), list[Point]()
+    volume.hard_links = hard_links
     rng = Random(seed)
 
     def intercept(call: Call, do: Callable[..., Any]) -> Any:
@@ -87,10 +88,12 @@ def _left_by_crash(point: Point, cuts: int, seed: int) -> Iterator[tuple[str, Im
             yield "no power within", power_cut(point.within, rng)
 
 
-def recover(state: State, seed: int = 1) -> None:
+def recover(state: State, seed: int = 1, *, hard_links: bool = True) -> None:
     """
     Raises:
         Violation, or any error of the product: the run did not go on as it should.
     """
-    with mounted(Volume(ROOT, state.image)), without_threads():
+    volume = Volume(ROOT, state.image)
+    volume.hard_links = hard_links
+    with mounted(volume), without_threads():
         Trial(ROOT, state.promises, seed=seed).attempt()

@@ -24,13 +24,13 @@ import numpy as np
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.chain import ChainWriter
-from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage, sweep
+from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage, load_lineage, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import PASSING, RunDir, naming, read_json
-from areal_hpc.roles.wiring.training import load_lineage
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.patience import PASSING, naming
 from areal_hpc.types import Drop, GroupRef, StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -105,8 +105,9 @@ class InlineCommit:
 def without_threads() -> Iterator[None]:
     with (
         patch("areal_hpc.buffer.writer.GroupCommit", InlineCommit),
-        patch("areal_hpc.fs.RETRY_PAUSES_S", NO_PAUSES),
+        patch("areal_hpc.patience.RETRY_PAUSES_S", NO_PAUSES),
         patch("areal_hpc.buffer.scan.RETRY_PAUSES_S", NO_PAUSES),
+        patch("areal_hpc.buffer.control.RETRY_PAUSES_S", NO_PAUSES),
         patch("importlib.metadata.version", cache(metadata.version)),  # reads files of the real disk, slowly
     ):
         yield
@@ -331,6 +332,10 @@ class Trial:
         model = read_json(found.path / "model.json")
         if sorted(model) != TRAINABLE:
             raise Violation(f"trained on {sorted(model)}, not once on each of {TRAINABLE}")
+        if self._tidy:
+            self._check_litter(trainer.epoch)
+
+    def _check_litter(self, epoch: int) -> None:
         left = [path for path in self.root.rglob("*") if path.suffix in (".tmp", ".trash")]
-        if self._tidy and (litter := [path for path in left if not path.name.startswith(f".e{trainer.epoch:08d}")]):
+        if litter := [path for path in left if not path.name.startswith(f".e{epoch:08d}")]:
             raise Violation(f"left behind: {litter}")  # another claim of this epoch may still be under way

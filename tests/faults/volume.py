@@ -113,6 +113,7 @@ class Volume:
         self.inodes: dict[int, File | Directory] = dict(image or {ROOT: Directory()})
         self.descriptors: dict[int, Descriptor] = {}
         self.free_bytes = 1 << 40
+        self.hard_links = True
         self.intercept: Intercept = lambda _, do: do()
         self._lock = threading.RLock()
         self._links = Counter(
@@ -300,7 +301,7 @@ class Volume:
             parent, name, existing = self._place(target)
             if existing is not None:
                 raise failure(errno.EEXIST, target)
-            if isinstance(self.inodes[inode], Directory):
+            if isinstance(self.inodes[inode], Directory) or not self.hard_links:
                 raise failure(errno.EPERM, source)
             self._change((parent, name, inode))
 

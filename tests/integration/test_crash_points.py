@@ -47,6 +47,15 @@ def test_C6_a_crash_at_any_operation_loses_nothing_and_trains_nothing_twice(cras
             raise
 
 
+def test_a_kill_at_any_claim_is_survived_where_there_are_no_hard_links() -> None:
+    points, promises = record(hard_links=False)
+    claims = [point for point in points if "/ring/epochs" in point.call.path]
+    crashes = [state for state in states(claims, promises, cuts=0) if state.kind == "killed before"]
+    assert len(crashes) > 10
+    for state in crashes:
+        recover(state, hard_links=False)
+
+
 def killer(mutant: mutants.Mutant, calls: set[str]) -> Exception | None:
     """What gives the mutant away at the first crash at one of ``calls`` that does; None if nothing has."""
     with mutant():

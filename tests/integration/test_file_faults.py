@@ -107,7 +107,7 @@ def test_errors_that_pass_are_survived(calls: set[str], number: int) -> None:
 def test_one_bad_read_of_the_ring_in_a_hundred_does_not_even_end_an_attempt(number: int) -> None:
     fault = Faulty(READS, number, chance=0.01, limit=10**6, under="/ring/")
     assert run_to_the_end(fault) == 1
-    assert fault.injected > 10
+    assert fault.injected >= 5
 
 
 @pytest.mark.parametrize("calls", [{"pwrite"}, {"fdatasync", "close"}], ids=["at writes", "at sync and close"])
@@ -181,15 +181,6 @@ def test_a_disk_that_turns_read_only_ends_the_attempt_with_its_path_and_the_run_
         trial.attempt()
 
 
-def test_where_hard_links_are_refused_runs_work_and_survive_kills() -> None:
-    def no_links(call: Call, do: Callable[..., Any]) -> Any:
-        if call.name == "link":
-            raise failure(errno.EPERM, call.path)
-        return do()
-
-    assert run_to_the_end(no_links) == 1
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_clients_with_stale_caches_are_late_and_never_wrong(seed: int) -> None:
     """B10 and others: cached listings and denials, pages of a file that arrive in any order, on every client."""
@@ -212,6 +203,34 @@ def test_clients_with_stale_caches_are_late_and_never_wrong(seed: int) -> None:
         trial.attempt(until=5)
         trial.attempt()
     assert volume.stale["listing"] > 0 and volume.stale["content"] > 0
+
+
+def test_files_that_somebody_deletes_are_written_again_or_done_without() -> None:
+    """CONTROL and the registry, in the middle of an attempt."""
+    volume, turns = Volume(ROOT), 0
+
+    def delete(_: str) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 12:
+            (trial.root / "ring" / "CONTROL.json").unlink()
+            for path in (trial.root / "ring" / "reg").iterdir():
+                path.unlink()
+
+    trial = Trial(ROOT, acting=delete)
+    with mounted(volume), without_threads():
+        trial.attempt()
+        assert turns > 12
+        assert (trial.root / "ring" / "CONTROL.json").exists()
+
+
+def test_a_run_directory_can_be_moved_between_attempts() -> None:
+    with mounted(Volume(ROOT)), without_threads():
+        trial = Trial(ROOT)
+        trial.attempt(until=3)
+        (ROOT / "elsewhere").mkdir()
+        trial.root = trial.root.rename(ROOT / "elsewhere" / "other")
+        trial.attempt()
 
 
 @pytest.fixture

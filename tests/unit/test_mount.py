@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from faults.mounted import mounted
-from faults.volume import Call, Volume, failure
+from faults.volume import Call, Intercept, Volume, failure
 
 from areal_hpc import mount
 from areal_hpc.errors import RunDirError
@@ -26,11 +26,12 @@ def volume() -> Volume:
     return Volume(ROOT)
 
 
-def refused(volume: Volume) -> str:
+def refused(volume: Volume, intercept: Intercept) -> str:
     """What ``examine`` says of the volume."""
-    with mounted(volume), pytest.raises(RunDirError) as told:
-        examine(ROOT / "runs" / "name", min_free_mb=0)
+    volume.intercept = intercept
     with mounted(volume):
+        with pytest.raises(RunDirError) as told:
+            examine(ROOT / "runs" / "name", min_free_mb=0)
         volume.intercept = lambda _, do: do()
         assert os.listdir(ROOT) == []
     return str(told.value)
@@ -60,7 +61,7 @@ def test_the_kind_is_that_of_the_longest_mount_point_above(tmp_path: Path, monke
 
 
 def test_hard_links_can_be_done_without(volume: Volume) -> None:
-    volume.intercept = lambda call, do: refuse(errno.EPERM, call) if call.name == "link" else do()
+    volume.hard_links = False
     with mounted(volume):
         assert not examine(ROOT, 0).hard_links
 
@@ -77,7 +78,7 @@ def overwrites(call: Call, do: Callable[..., Any]) -> Any:
         return os.open(call.path, os.O_WRONLY | os.O_TRUNC)
 
 
-def copies(volume: Volume) -> Callable[[Call, Callable[..., Any]], Any]:
+def copies(volume: Volume) -> Intercept:
     """A rename that leaves the old name as well."""
 
     def intercept(call: Call, do: Callable[..., Any]) -> Any:
@@ -89,22 +90,17 @@ def copies(volume: Volume) -> Callable[[Call, Callable[..., Any]], Any]:
     return intercept
 
 
-def when(condition: Callable[[Call], bool], number: int) -> Callable[[Call, Callable[..., Any]], Any]:
+def when(condition: Callable[[Call], bool], number: int) -> Intercept:
     return lambda call, do: refuse(number, call) if condition(call) else do()
 
 
 def test_exclusive_creation_that_is_not_is_refused(volume: Volume) -> None:
-    volume.intercept = overwrites
-    assert "/volume (" in refused(volume) and "two attempts could both own the run" in refused_again(volume, overwrites)
-
-
-def refused_again(volume: Volume, intercept: Callable[[Call, Callable[..., Any]], Any]) -> str:
-    volume.intercept = intercept
-    return refused(volume)
+    told = refused(volume, overwrites)
+    assert told.startswith("/volume (") and "two attempts could both own the run" in told
 
 
 def test_a_rename_that_copies_is_refused(volume: Volume) -> None:
-    assert "does not replace a file by renaming another" in refused_again(volume, copies(volume))
+    assert "does not replace a file by renaming another" in refused(volume, copies(volume))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +117,7 @@ def test_a_rename_that_copies_is_refused(volume: Volume) -> None:
 def test_what_a_run_relies_on_is_refused_by_name(
     volume: Volume, condition: Callable[[Call], bool], number: int, sentence: str
 ) -> None:
-    told = refused_again(volume, when(condition, number))
+    told = refused(volume, when(condition, number))
     assert re.search(sentence, told), told
     assert told.endswith("set run_root to a directory on a local disk or a file system such as NFS, Lustre or GPFS")
 
@@ -129,7 +125,7 @@ def test_what_a_run_relies_on_is_refused_by_name(
 def test_a_mount_that_opens_secrets_to_everybody_is_refused(volume: Volume) -> None:
     real = volume._open
     with patch.object(volume, "_open", lambda path, flags, _: real(path, flags, 0o777)):
-        assert "secrets would lie open" in refused(volume)
+        assert "secrets would lie open" in refused(volume, lambda _, do: do())
 
 
 def test_a_name_that_is_not_listed_is_refused(volume: Volume) -> None:
@@ -138,7 +134,7 @@ def test_a_name_that_is_not_listed_is_refused(volume: Volume) -> None:
     def old_listings(call: Call, do: Callable[..., Any]) -> Any:
         return stale.setdefault(call.path, do()) if call.name == "listdir" and call.path[-1] == "5" else do()
 
-    assert "does not list a file that was made" in refused_again(volume, old_listings)
+    assert "does not list a file that was made" in refused(volume, old_listings)
 
 
 def test_too_little_space_is_a_sentence(volume: Volume) -> None:
