@@ -204,7 +204,8 @@ class RunDir:
 
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
-    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ telemetry/ state.json
+    attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ telemetry/
+                                     state.json mount.json
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/

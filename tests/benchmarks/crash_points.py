@@ -1,6 +1,6 @@
 """Every crash point of several runs, with several power cuts each: how many, and how many did harm.
 
-    PYTHONPATH=. python tests/benchmarks/crash_points.py --seeds 3 --cuts 4
+    PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/crash_points.py --seeds 3 --cuts 4
 
 Writes ``crash_points.json`` beside this file and prints its table. The short form of it is a test:
 ``tests/integration/test_crash_points.py``.
@@ -16,9 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from faults.crashes import record, recover, states
+from machine import describe
 
 
 def main() -> int:
@@ -27,6 +26,7 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=4, help="power cuts at each crash point")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    machine = describe()
     began, operations = time.monotonic(), Counter[str]()
     crashes, failures = Counter[str](), []
     for seed in range(options.seeds):
@@ -43,6 +43,7 @@ def main() -> int:
             flush=True,
         )
     figures = {
+        "machine": machine,
         "runs": options.seeds,
         "power_cuts_per_point": options.cuts,
         "operations": dict(operations),
