@@ -59,7 +59,7 @@ class Attempts:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.
 
         Raises:
-            RunDirError: somebody else has started the run at the same moment.
+            RunDirError: somebody else has started the run at the same moment, or the disk is full by now.
             AttemptFailed, RoleDied, Fenced: the run has failed.
         """
         epoch, outcome = after, RESTARTING
