@@ -92,6 +92,9 @@ class ControlPublisher:
         """
         try:
             publish_control(self._run, control)
+        except FileNotFoundError:
+            check_fence(self._run, control.epoch)  # a successor may have swept our unpublished file away
+            raise
         except OSError as error:
             if error.errno not in PASSING:
                 raise

@@ -24,7 +24,17 @@ from typing import Any
 
 from areal_hpc.checkpoint.files import STATE, path_of, pending, write_manifest
 from areal_hpc.errors import RoleDied
-from areal_hpc.fs import PRIVATE_DIR, RunDir, fsync_directory, publish, publish_json, read_json, wait_for
+from areal_hpc.fs import (
+    PRIVATE_DIR,
+    RunDir,
+    fsync_directory,
+    names_in,
+    publish,
+    publish_json,
+    read_json,
+    rename,
+    wait_for,
+)
 from areal_hpc.types import WeightVersion
 
 PART_NAME = re.compile(r"part-(\d{5})\.json")
@@ -74,7 +84,7 @@ def write(
         still_leader()
         if path.exists():
             os.rename(path, pending(path, "trash"))  # noqa: PTH104
-        os.rename(temporary, path)  # noqa: PTH104
+        rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # what cannot be removed now, `sweep` removes
         raise
@@ -107,7 +117,7 @@ def await_parts(directory: Path, ranks: Sequence[int], timeout_s: float) -> None
     """
 
     def missing() -> list[int]:
-        found = {int(match[1]) for name in os.listdir(directory) if (match := PART_NAME.fullmatch(name))}
+        found = {int(match[1]) for name in names_in(directory) if (match := PART_NAME.fullmatch(name))}
         return sorted(set(ranks) - found)
 
     wait_for(

@@ -18,6 +18,7 @@ from areal_hpc.buffer import chain, ledger, reader, records, scan
 from areal_hpc.buffer.chain import ChainName, ChainWriter, segment_name
 from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader, Found
+from areal_hpc.checkpoint import commit, files
 
 Mutant = Callable[[], Any]
 
@@ -115,7 +116,7 @@ def _write_in_place(
     fs.make_private_directory(path)
     save(path)
     fs.publish_json(path / "state.json", state)
-    checkpoint._write_manifest(path, version, {})
+    files.write_manifest(path, version, {})
     return path
 
 
@@ -169,9 +170,7 @@ def _constant_checksum(_: bytes) -> int:
 NO_DATA_SYNC = _replaced((ChainWriter, "_write_batch", _write_batch_without_sync))
 NO_CHAIN_SYNC = _replaced((ChainWriter, "_put", _put_without_sync))
 NO_COMMIT = _replaced((ChainReader, "poll", _poll_trusting_every_record))
-NO_DIRECTORY_SYNC = _replaced(
-    (fs, "fsync_directory", _nothing), (chain, "fsync_directory", _nothing), (checkpoint, "fsync_directory", _nothing)
-)
+NO_DIRECTORY_SYNC = _replaced(*((module, "fsync_directory", _nothing) for module in (fs, chain, commit, files)))
 NO_FILE_SYNC_BEFORE_RENAME = _replaced((fs, "_write_durably", _write_undurably))
 PUBLISH_IN_PLACE = _replaced((fs, "publish", _publish_in_place))
 CHECKPOINT_IN_PLACE = _replaced((checkpoint, "write", _write_in_place))

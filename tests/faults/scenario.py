@@ -253,7 +253,7 @@ class Trainer:
         )
         self._promises.saved.append(self.version)
         self.reader.covered(state["ring"])
-        checkpoint.prune(self.run, KEEP)
+        checkpoint.prune(self.run, load_lineage(self.run, self.epoch + 1), checkpoint.Keep(newest=KEEP))
 
     def write_model(self, directory: Path) -> None:
         path = directory / "model.json"

@@ -153,12 +153,6 @@ def test_what_was_done_although_the_answer_says_otherwise_counts_as_done(name: s
     assert lost.injected >= 1
 
 
-def test_a_renamed_checkpoint_whose_answer_was_lost_is_found_by_the_next_attempt() -> None:
-    lost = LostAnswer("rename", errno.ENOENT, chance=0.3)
-    assert run_to_the_end(lost) < ATTEMPTS
-    assert lost.injected >= 1
-
-
 def test_a_disk_that_turns_read_only_ends_the_attempt_with_its_path_and_the_run_goes_on_once_it_is_writable() -> None:
     writable_again = False
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc.buffer import control, scan
 from areal_hpc.buffer.control import Control, publish_control, read_control
-from areal_hpc.buffer.epochs import claim_epoch, read_start
+from areal_hpc.buffer.epochs import claim_epoch, read_start, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.buffer.writer import RingWriter
@@ -324,3 +324,19 @@ def test_control_that_cannot_be_published_waits_and_is_then_named(
             publisher.publish(Control(epoch=epoch, version=WeightVersion(epoch, 1), slots=()))
     assert reader.claim(1, WeightVersion(epoch, 1)) is None
     assert writer.version == WeightVersion(epoch, 1)
+
+
+def test_a_trainer_whose_successor_sweeps_its_file_away_is_fenced(
+    run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at the fence and its rename."""
+    real, epoch = os.replace, reader._epoch
+
+    def swept(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        sweep(run, claim_epoch(run, {}))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", swept)
+    with pytest.raises(Fenced, match=f"attempt {epoch} of .* was replaced by attempt {epoch + 1}"):
+        reader.release(WeightVersion(epoch, 1))
