@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,12 +68,12 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         def release(self, version: WeightVersion) -> None:
             order.append("release")
 
-    class Transport:
-        async def publish(self, version: int, weights: Any) -> dict[str, float]:
+    class Fleet:
+        def publish(self, version: int, weights: Any) -> dict[str, float]:
             order.append(f"publish {version}")
             return {"fingerprint": 5.0}
 
-        async def close(self) -> None: ...
+        def close(self) -> None: ...
 
     def make(name: str, what: Any) -> Any:
         def made(*_: Any) -> Any:
@@ -89,8 +89,7 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
 
     side = SimpleNamespace(
         reader=Reader(),
-        transport=Transport(),
-        clients=[],
+        fleet=Fleet(),
         identity={},
         journal=Journal(run, 2),
         begin=lambda version: order.append(f"start {version.step}"),
@@ -105,6 +104,7 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         epoch=2,
         config=load([QUICKSTART], [f"run_root={tmp_path}"]),
         stopping=lambda: False,
+        starting=ExitStack(),
         recorder=SimpleNamespace(record=None),
     )
     assert trainer.main(process) == 0
@@ -116,29 +116,27 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
 def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_token(
     version: int, fingerprint: int, same: bool
 ) -> None:
-    class Transport:
-        async def publish(self, version: int, weights: Any) -> dict[str, float]:
+    class Fleet:
+        def publish(self, version: int, weights: Any) -> dict[str, float]:
             return {"fingerprint": float(fingerprint), "seconds_paused": 0.0}
 
     parent: Any = SimpleNamespace(
         version=WeightVersion(1, 20), state={"weights": 5}, path=Path("step-00000020.e00000001")
     )
     process: Any = None
-    with asyncio.Runner() as runner:
-        member = Member(
-            process=process,
-            ranks=Ranks(),
-            backend=process,
-            side=SimpleNamespace(transport=Transport(), archiver=None),  # type: ignore[arg-type]
-            parent=parent,
-            runner=runner,
-        )
-        if same:
-            assert member.publish(version, iter(()))["seconds_paused"] == 0.0
-            assert member.fingerprint == fingerprint
-        else:
-            with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
-                member.publish(version, iter(()))
+    member = Member(
+        process=process,
+        ranks=Ranks(),
+        backend=process,
+        side=SimpleNamespace(fleet=Fleet(), archiver=None),  # type: ignore[arg-type]
+        parent=parent,
+    )
+    if same:
+        assert member.publish(version, lambda: iter(()))["seconds_paused"] == 0.0
+        assert member.fingerprint == fingerprint
+    else:
+        with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
+            member.publish(version, lambda: iter(()))
 
 
 def test_C20_an_evaluation_of_what_was_taken_back_is_due_again(tmp_path: Path) -> None:
