@@ -3,6 +3,7 @@
 What a shared file system really promises (close-to-open consistency, cached negative lookups, atomic rename) is worked
 out here once: publish by temporary file, fsync, rename, fsync of the directory; create exclusively by link; wait by
 listing the directory, never by asking for a name that may not exist yet (NFS caches the "no" for up to a minute).
+A name is durable once its directory has been synced, so whoever makes a directory here syncs its parent, too.
 """
 
 from __future__ import annotations
@@ -21,35 +22,64 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RunDirError, WaitTimeout
+from areal_hpc.patience import naming, retried
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 PRIVATE_FILE = 0o600
 PRIVATE_DIR = 0o700
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+TEMPORARY_NAME = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}\.tmp")
 
 
 def fsync_directory(path: Path) -> None:
     """Make names created in or removed from ``path`` survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with naming(path):
+        fd = retried(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def rename(source: Path, target: Path) -> None:
+    """``os.replace``, which may answer that ``source`` is not there although it has moved it: a server did as it was
+    asked, the answer was lost, and the repeated request found nothing. Not durable before the directory is synced.
+    """
+    inode = source.stat().st_ino
     try:
-        os.fsync(fd)
+        os.replace(source, target)
+    except FileNotFoundError:
+        if not target.exists() or _opened_status(target).st_ino != inode:
+            raise
+
+
+def _opened_status(path: Path) -> os.stat_result:
+    """The status of ``path`` through a fresh descriptor: opening is what revalidates it on a network file system."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(fd)
     finally:
         os.close(fd)
 
 
 @contextmanager
 def _temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """A private, durable file with ``data`` beside ``path``; it is gone afterwards, whatever happened."""
+    """A private, durable file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_durably(fd, path, data)
         yield temporary
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_durably(fd: int, path: Path, data: bytes) -> None:
+    with naming(path), os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def publish(path: Path, data: bytes) -> None:
@@ -60,7 +90,7 @@ def publish(path: Path, data: bytes) -> None:
     """
     with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
         with _temporary(path, data) as temporary:
-            os.replace(temporary, path)
+            rename(temporary, path)
         fsync_directory(path.parent)
 
 
@@ -72,18 +102,30 @@ def publish_json(path: Path, value: Any) -> None:
 def create_exclusive(path: Path, data: bytes) -> bool:
     """Create ``path`` with ``data`` if nobody has it: exactly one of many callers on any host gets True.
 
-    link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first).
+    link(2) makes the file appear complete; where hard links are refused, O_EXCL does (a reader may see it empty first,
+    and a crash may leave it so). A server may answer "exists" to a repeated request of ours: a second link says so.
     """
-    with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None), _temporary(path, data) as temporary:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-                raise
+    with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
+        with _temporary(path, data) as temporary:
+            made = _link(temporary, path)
+            temporary.unlink(missing_ok=True)
+        if made is None:
             return _create_by_open(path, data)
-    fsync_directory(path.parent)
+        if made:
+            fsync_directory(path.parent)
+        return made
+
+
+def _link(temporary: Path, path: Path) -> bool | None:
+    """Whether ``path`` is now a second name of ``temporary``; None where there are no hard links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return _opened_status(temporary).st_nlink > 1
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        return None
     return True
 
 
@@ -92,33 +134,45 @@ def _create_by_open(path: Path, data: bytes) -> bool:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_durably(fd, path, data)
     fsync_directory(path.parent)
     return True
+
+
+def sweep_temporaries(directory: Path, *, before: str = "~") -> None:
+    """Remove what killed processes left of files, of names that sort before ``before``, that they were publishing in
+    ``directory``. Nobody who lives may be publishing one of these: his would go as well."""
+    for name in names_in(directory):
+        if (match := TEMPORARY_NAME.fullmatch(name)) and match[1] < before:
+            (directory / name).unlink(missing_ok=True)
 
 
 def names_in(directory: Path) -> list[str]:
     """The names in ``directory``, listed anew."""
     with waiting(f"listing {directory}", FILE_SYSTEM, limit_s=None):
-        return os.listdir(directory)
+        return retried(lambda: os.listdir(directory))
 
 
 def read_json(path: Path) -> Any:
     """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
-    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None):
-        return json.loads(path.read_bytes())
+    return json.loads(_read(path))
+
+
+def _read(path: Path) -> bytes:
+    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None), naming(path):
+        return retried(path.read_bytes)
 
 
 def read_if_listed(path: Path) -> Any | None:
-    """The JSON document at ``path``, or None while its directory does not list it."""
+    """The JSON document at ``path``, or None while its directory does not list it or it is empty (no hard links here,
+    and whoever made it has not written it yet)."""
     try:
         names = names_in(path.parent)
     except FileNotFoundError:
         return None
-    return read_json(path) if path.name in names else None
+    if path.name not in names or not (data := _read(path)):
+        return None
+    return json.loads(data)
 
 
 def wait_for(
@@ -139,9 +193,15 @@ def wait_for(
 
 
 def make_private_directory(path: Path) -> Path:
-    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask.
+
+    Its name is durable even if somebody made it who was killed before he could sync it; so are those of new parents.
+    """
+    for parent in reversed([parent for parent in path.parents if not parent.is_dir()]):
+        parent.mkdir(exist_ok=True)
+        fsync_directory(parent.parent)
     path.mkdir(mode=PRIVATE_DIR, exist_ok=True)
+    fsync_directory(path.parent)
     return path
 
 
@@ -152,7 +212,7 @@ class RunDir:
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
     attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
-                                     state.json, stall.txt where somebody got stuck
+                                     state.json mount.json, stall.txt where somebody got stuck
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -248,7 +308,7 @@ class RunDir:
 
     def evaluated_steps(self) -> set[int]:
         """Optimizer steps whose evaluation has a result."""
-        return {int(name[5:13]) for name in os.listdir(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
+        return {int(name[5:13]) for name in names_in(self.evaluations) if re.fullmatch(r"step-\d{8}\.json", name)}
 
     def curves(self, suffix: str) -> Path:
         return self.root / f"curves.{suffix}"
@@ -258,7 +318,7 @@ class RunDir:
 
     def all_attempts(self) -> list[AttemptDir]:
         """Every attempt, oldest first, by listing."""
-        epochs = sorted(int(name) for name in os.listdir(self.attempts) if re.fullmatch(r"\d{8}", name))
+        epochs = sorted(int(name) for name in names_in(self.attempts) if re.fullmatch(r"\d{8}", name))
         return [self.attempt(epoch) for epoch in epochs]
 
     def newest_attempt(self) -> AttemptDir | None:
@@ -313,6 +373,11 @@ class AttemptDir:
     @property
     def resume_from(self) -> Path:
         return self.root / "resume-from.json"
+
+    @property
+    def mount(self) -> Path:
+        """What the file system was found to offer when the attempt began."""
+        return self.root / "mount.json"
 
     @property
     def stop_request(self) -> Path:

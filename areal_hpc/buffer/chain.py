@@ -15,7 +15,6 @@ have seen all of it.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -29,12 +28,11 @@ from typing import Any, NamedTuple
 from areal_hpc.buffer.records import RecordType, checksum, frame
 from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
+from areal_hpc.patience import PASSING, naming
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
 STOP_S = 60.0
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-"""Write errors that may pass: somebody frees space, the server comes back."""
 
 
 class ChainName(NamedTuple):
@@ -105,7 +103,6 @@ class ChainWriter:
     def __init__(self, chains: Path, name: ChainName, segment_bytes: int) -> None:
         self.name = name
         self.directory = make_private_directory(chains / str(name))
-        fsync_directory(chains)
         self.wake = threading.Condition()  # guards the three fields below; notified when there is something to do
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
@@ -176,8 +173,9 @@ class ChainWriter:
         with self._io:
             for file in (self._file, self._next):
                 if file is not None and file.fd >= 0:
-                    os.close(file.fd)
-                    file.fd = -1
+                    fd, file.fd = file.fd, -1
+                    with naming(self.directory / segment_name(file.number)):
+                        os.close(fd)
 
     def _take_pending(self) -> _Batch | None:
         with self.wake:
@@ -199,10 +197,13 @@ class ChainWriter:
 
     def _put(self, data: bytes, offset: int) -> None:
         written = 0
-        with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None):
+        with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):
                 written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
             os.fdatasync(self._file.fd)
+
+    def _path(self) -> Path:
+        return self.directory / segment_name(self._file.number)
 
     def _roll(self) -> None:
         """Begin the next segment. Where none can be created this one simply grows; the next commit tries again."""
@@ -224,10 +225,12 @@ class ChainWriter:
         if self._next is None:
             return
         self._put(self._file.seal, self._file.offset)
-        os.close(self._file.fd)
+        done, path = self._file.fd, self._path()
         self._sealed.append(self._segment)
         self._file, self._next = self._next, None
         self._segment = _Segment(self._file.number)
+        with naming(path):
+            os.close(done)  # last: it is closed even where close(2) reports an error, and all of it is durable already
 
     def _create_segment(self, number: int) -> _File:
         path = self.directory / segment_name(number)
@@ -271,7 +274,7 @@ class GroupCommit:
         lasted_s = time.monotonic() - self._failing_since
         if error.errno not in PASSING or lasted_s > self._patience_s:
             raise RunDirError(
-                f"{self._chain.directory} could not be written for {lasted_s:.0f} s: {error}; "
+                f"{self._chain.directory} could not be written for {lasted_s:.0f} s: {error.strerror}; "
                 "free space or quota, or mount it writable, then start the run again"
             ) from error
 

@@ -7,14 +7,20 @@ grow within that chain. A writer believes it only where it is of the writer's ow
 from __future__ import annotations
 
 import errno
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence
+from areal_hpc.errors import RunDirError
 from areal_hpc.fs import RunDir, names_in, publish_json, read_json
+from areal_hpc.patience import PASSING, RETRY_PAUSES_S
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,46 @@ def publish_control(run: RunDir, control: Control) -> None:
     publish_json(run.ring / "CONTROL.json", {"epoch": control.epoch, "version": control.version, "slots": slots})
 
 
+class ControlPublisher:
+    """``publish_control`` for an owner who can do it again later: a full disk or a server that is away may pass."""
+
+    def __init__(self, run: RunDir, patience_s: float = 60.0) -> None:
+        self._run, self._patience_s = run, patience_s
+        self._failing_since: float | None = None
+
+    def publish(self, control: Control) -> bool:
+        """Whether it is published; if not, writers go on by what was published before, and it should be tried again.
+
+        Raises:
+            Fenced: a newer attempt owns the run; nothing was published.
+            RunDirError: it has been impossible for ``patience_s`` seconds.
+            OSError: it is impossible for a reason that does not pass.
+        """
+        try:
+            publish_control(self._run, control)
+        except FileNotFoundError:
+            check_fence(self._run, control.epoch)  # a successor may have swept our unpublished file away
+            raise
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            self._bear(error)
+            return False
+        self._failing_since = None
+        return True
+
+    def _bear(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+            log.warning("CONTROL.json cannot be published for the moment: %s", error)
+        if (lasted_s := now - self._failing_since) > self._patience_s:
+            raise RunDirError(
+                f"{self._run.ring} could not be written for {lasted_s:.0f} s: {error.strerror}; "
+                "free space or quota, then start the run again"
+            ) from error
+
+
 def read_control(run: RunDir, *, known: bool) -> Control | None:
     """What CONTROL.json says now, or None where there is none yet or its name is stale for an instant: ask again.
 
@@ -84,7 +130,23 @@ def read_control(run: RunDir, *, known: bool) -> Control | None:
 
 
 def read_replaced(path: Path) -> Any | None:
-    """A document that others replace by rename, or None where that makes its name stale here for an instant."""
+    """A document that others replace by rename, or None where that makes its name stale here for an instant.
+
+    Raises:
+        RunDirError: it stays undecodable; somebody else wrote it, or damaged it.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return _read_if_not_stale(path)
+        except ValueError:  # half visible: a network file system may show one page of it before the other
+            time.sleep(pause_s)
+    try:
+        return _read_if_not_stale(path)
+    except ValueError as error:
+        raise RunDirError(f"{path} is no JSON document: {error}; remove it, its owner writes it again") from error
+
+
+def _read_if_not_stale(path: Path) -> Any | None:
     try:
         return read_json(path)
     except OSError as error:

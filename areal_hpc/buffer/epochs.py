@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed, read_json
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed, sweep_temporaries
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -63,9 +63,23 @@ def claim_epoch(run: RunDir, owner: Mapping[str, Any], *, after: int | None = No
     return epoch
 
 
+def sweep(run: RunDir, epoch: int) -> None:
+    """Remove the unpublished files that processes of attempts before ``epoch`` were killed over; called by the attempt
+    that has claimed it, before its processes start. Others may still be after the same or a later epoch."""
+    for directory in (run.root, run.ring, make_private_directory(run.ring / "reg")):
+        sweep_temporaries(directory)
+    sweep_temporaries(_directory(run), before=_claim_path(run, epoch).name)
+
+
 def claimed_by(run: RunDir, epoch: int) -> dict[str, Any]:
-    """What the attempt that claimed ``epoch`` said about itself."""
-    owner: dict[str, Any] = read_json(_claim_path(run, epoch))
+    """What the attempt that claimed ``epoch`` said about itself.
+
+    Raises:
+        RunDirError: nothing; where there are no hard links, a process can be killed between claiming and saying so.
+    """
+    owner: dict[str, Any] | None = read_if_listed(_claim_path(run, epoch))
+    if owner is None:
+        raise RunDirError(f"{_claim_path(run, epoch)} does not say who made it; add --takeover if nothing of it lives")
     return owner
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_hpc.buffer.chain import ChainName, segment_name
-from areal_hpc.buffer.control import Control, SlotControl, publish_control, read_replaced
+from areal_hpc.buffer.control import Control, ControlPublisher, SlotControl, read_replaced
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
@@ -27,6 +27,8 @@ from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import RunDir, make_private_directory, names_in
+from areal_hpc.mount import low_space
+from areal_hpc.patience import PASSING
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -64,13 +66,14 @@ class RingReader:
     ) -> None:
         assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
         self._run, self._epoch, self._num_slots, self._discover_s = run, epoch, num_slots, discover_s
-        self._parent = parent
+        self._parent, self._min_free_mb = parent, config.min_free_mb
         self._registry = make_private_directory(run.ring / "reg")
         self._chains = make_private_directory(run.ring / "chains")
         self._fetcher = GroupFetcher(run)
         self._ledger = Ledger(capacity, config.max_staleness, num_slots, lineage(run, epoch, parent), order)
         self._version: WeightVersion | None = None
         self._published: Control | None = None
+        self._control = ControlPublisher(run)
         self._covered: Mapping[str, Any] | None = state
         self._reclaim: dict[str, int] = {}  # chain -> tickets below are in two checkpoints
         self._newest: dict[int, ChainName] = {}  # slot -> the last chain followed
@@ -82,7 +85,7 @@ class RingReader:
     def _resume(self, state: Mapping[str, Any] | None) -> Watermark:
         if state is not None:
             self._ledger.load_state_dict(state)
-        earlier = [name for name in self._listed() if name.epoch < self._epoch]
+        earlier = [name for name in self._known() if name.epoch < self._epoch]
         for name in sorted(earlier, key=lambda name: (name.epoch, name)):
             self._retire(ChainReader(self._chains, name), slot=0)
         for chain in set(self._ledger.finished) - {str(name) for name in earlier}:
@@ -159,6 +162,8 @@ class RingReader:
     def release(self, version: WeightVersion) -> None:
         """``version`` is on every engine: what was claimed is consumed, its slots are free.
 
+        While the disk refuses, writers learn of it later.
+
         Raises:
             Fenced: a newer attempt owns the run; nothing was published.
         """
@@ -181,7 +186,9 @@ class RingReader:
     def waiting_for(self) -> str:
         """A sentence on what the last claim, or the last ``may_publish``, waits for."""
         absent = [slot for slot in range(self._num_slots) if slot not in self._live]
-        return self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
+        text = self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
+        problem = low_space(self._run.ring, self._min_free_mb)
+        return text + (f"; no new prompt is begun, since {problem}" if problem else "")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of the ring."""
@@ -194,20 +201,21 @@ class RingReader:
 
     # Chains
 
-    def _listed(self) -> list[ChainName]:
-        names = (ChainName.parse(text) for text in names_in(self._chains))
-        return [name for name in names if name is not None]
+    def _known(self) -> set[ChainName]:
+        """Chains by listing, and by the registry, whose files are fresh when opened: a listing may be a minute old."""
+        listed = (ChainName.parse(text) for text in names_in(self._chains))
+        entries = [name for name in names_in(self._registry) if re.fullmatch(r"\d{5}\.json", name)]
+        registered = (read_replaced(self._registry / entry) for entry in entries)
+        named = {ChainName(*entry["chain"]) for entry in registered if entry is not None}
+        return {name for name in listed if name is not None} | named
 
     def _discover(self) -> None:
-        """Find new chains: by the registry, whose files are always fresh when opened, and by listing."""
+        """Find new chains of this attempt."""
         now = time.monotonic()
         if now < self._next_discovery_s:
             return
         self._next_discovery_s = now + self._discover_s
-        entries = [name for name in names_in(self._registry) if re.fullmatch(r"\d{5}\.json", name)]
-        registered = (read_replaced(self._registry / entry) for entry in entries)
-        names = {*self._listed(), *(ChainName(*entry["chain"]) for entry in registered if entry is not None)}
-        for name in sorted(names):
+        for name in sorted(self._known()):
             newer = name.slot not in self._newest or name > self._newest[name.slot]
             if name.epoch == self._epoch and name.slot < self._num_slots and newer:
                 self._follow(name)
@@ -237,7 +245,8 @@ class RingReader:
         control = Control(epoch=self._epoch, version=self._version, slots=slots)
         if only_if_changed and self._published is not None and _news(control) == _news(self._published):
             return
-        publish_control(self._run, control)
+        if not self._control.publish(control):
+            return  # `_published` stays what it was, so the next claim or poll tries again
         self._published = control
         self._delete_retired()
 
@@ -261,22 +270,23 @@ class RingReader:
             for segment, newest_ticket in sorted(chain.newest_tickets.items()):
                 if newest_ticket >= low:
                     break
-                (chain.directory / segment_name(segment)).unlink(missing_ok=True)
+                if not _removed((chain.directory / segment_name(segment)).unlink):
+                    break
                 del chain.newest_tickets[segment]
-            if not chain.newest_tickets and _remove_directory(chain):
+            if not chain.newest_tickets and _removed(chain.directory.rmdir):
                 self._retired.remove(chain)
                 self._ledger.finished.pop(str(chain.name), None)
 
 
-def _remove_directory(chain: ChainReader) -> bool:
-    """Whether it is gone. A file deleted while another process on this host reads it stays under a hidden name for
-    as long (NFS "silly rename"), and the directory with it: the next call tries again."""
+def _removed(remove: Callable[[], None]) -> bool:
+    """Whether something is gone. A file deleted while another process on this host reads it stays under a hidden name
+    for as long (NFS "silly rename"), and the directory with it: the next call tries again."""
     try:
-        chain.directory.rmdir()
+        remove()
     except FileNotFoundError:
         return True
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+        if error.errno not in (errno.ENOTEMPTY, *PASSING):
             raise
         return False
     return True

@@ -7,7 +7,6 @@ the expected sequence number mean "not yet": a hole of zeros, a torn write, a ta
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import time
@@ -20,13 +19,12 @@ from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
 from areal_hpc.errors import CorruptRecord
 from areal_hpc.fs import RunDir, names_in
+from areal_hpc.patience import RETRY_PAUSES_S, naming, retried
 from areal_hpc.types import GroupRef, TrajectoryGroup
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 T = TypeVar("T")
 WINDOW_BYTES = 1 << 13
-TRIES = 4
-FIRST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +41,16 @@ class Found:
 def reading(path: Path, read: Callable[[int], T]) -> T | None:
     """What ``read`` makes of a fresh descriptor, or None where the file is not there (yet, or any more).
 
-    A stale handle or an I/O error is tried again a few times, since a new lookup mends it; ``read`` may run again.
+    A stale handle or an I/O error is tried again a few times; ``read`` may run again.
     """
-    for attempt in range(TRIES):
-        try:
-            return _read(path, read)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno not in (errno.ESTALE, errno.EIO) or attempt == TRIES - 1:
-                raise
-        time.sleep(FIRST_PAUSE_S * 4**attempt)
-    raise AssertionError("unreachable")
+    try:
+        return retried(lambda: _read(path, read))
+    except FileNotFoundError:
+        return None
 
 
 def _read(path: Path, read: Callable[[int], T]) -> T:
-    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None):
+    with waiting(f"reading {path}", FILE_SYSTEM, limit_s=None), naming(path):
         fd = os.open(path, os.O_RDONLY)
         try:
             return read(fd)
@@ -184,12 +176,11 @@ class GroupFetcher:
         Raises:
             CorruptRecord: they fail every time; names chain, segment and sequence number.
         """
-        for attempt in range(TRIES):
-            group = self._read_once(ref)
-            if group is not None:
+        for pause_s in (0.0, *RETRY_PAUSES_S):
+            if pause_s:
+                self._sleep(pause_s)
+            if (group := self._read_once(ref)) is not None:
                 return group
-            if attempt < TRIES - 1:
-                self._sleep(FIRST_PAUSE_S * 4**attempt)
         where = f"chain {ref.chain}, segment {ref.segment}, record {ref.seq} (offset {ref.offset})"
         raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
 

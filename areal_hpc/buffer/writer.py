@@ -10,6 +10,7 @@ no slot is used twice.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
@@ -21,8 +22,11 @@ from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
 from areal_hpc.fs import RunDir, make_private_directory, publish_json, read_if_listed
+from areal_hpc.mount import low_space
 from areal_hpc.types import Drop, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
+
+log = logging.getLogger(__name__)
 
 
 class RingWriter:
@@ -32,7 +36,8 @@ class RingWriter:
         capacity: tickets that all writers together may have outstanding, (max_staleness + 1) * groups a step.
         order: the fixed order of deterministic training, which then decides what may begin instead of a share.
         poll_s: how often CONTROL.json is read at most.
-        fence_s: how often the epochs are listed at most; CONTROL.json tells of a new one when that publishes.
+        fence_s: how often the epochs are listed at most, and free space looked at; CONTROL.json tells of a new epoch
+            when that publishes.
         patience_s: how long writes may fail (disk full, server away) before a call raises.
 
     Raises:
@@ -60,6 +65,7 @@ class RingWriter:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
         self._control: Control | None = None
         self._next_read_s = self._next_fence_s = 0.0  # on the monotonic clock
+        self._min_free_mb, self._low_space = config.min_free_mb, False
         self._reserved = self._dropped = self._serial = 0
         self._open: set[int] = set()
         check_fence(run, epoch)
@@ -86,10 +92,11 @@ class RingWriter:
 
     def try_reserve(self, position: int) -> Ticket | None:
         """A ticket, or None while this writer's share is used up (in a fixed order: while other weights are published),
-        the trainer does not follow it yet, or its chain cannot be written at the moment."""
+        the trainer does not follow it yet, its chain cannot be written at the moment, or there is less space than what
+        is under way may need."""
         self._refresh()
         mine = self._mine()
-        if self._control is None or mine is None or self._commits.failing:
+        if self._control is None or mine is None or self._commits.failing or self._low_space:
             return None
         if self._order is not None:
             has_room = self._order.admits(position, self._control.version)
@@ -168,6 +175,7 @@ class RingWriter:
             raise Fenced(f"attempt {self._epoch} was replaced by {control.epoch}; writer {self._slot} must stop")
         if now >= self._next_fence_s:
             check_fence(self._run, self._epoch)
+            self._look_at_space()
             self._next_fence_s = now + self._fence_s
         if control is not None and control.epoch == self._epoch:
             self._control = control
@@ -175,6 +183,12 @@ class RingWriter:
             if mine is not None:
                 self._commits.reclaim(mine.reclaim)
         self._next_read_s = now + self._poll_s
+
+    def _look_at_space(self) -> None:
+        problem = low_space(self._run.ring, self._min_free_mb)
+        if problem and not self._low_space:
+            log.warning("writer %d begins no new prompt: %s", self._slot, problem)
+        self._low_space = problem is not None
 
     def _mine(self) -> SlotControl | None:
         mine = self._control.slots[self._slot] if self._control else None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from areal_hpc.checkpoint.files import PENDING_NAME, Checkpoint, Lineage, counts, listed, verify
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, names_in
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def newest(run: RunDir, lineage: Lineage) -> Checkpoint | None:
                 problem = str(error)
         logger.warning("checkpoint passed over: %s", problem)
         problems.append(problem)
-    present = sorted(name for name in os.listdir(run.checkpoints) if not PENDING_NAME.fullmatch(name))
+    present = sorted(name for name in names_in(run.checkpoints) if not PENDING_NAME.fullmatch(name))
     gone = [f"step {step} of attempt {epoch}" for epoch, step in sorted(lineage.items()) if step is not None]
     if present or gone:
         found = "; ".join(problems) or ", ".join(present) or f"nothing, and the run went on from {gone[-1]} before"

@@ -25,7 +25,17 @@ from typing import Any
 
 from areal_hpc.checkpoint.files import STATE, path_of, pending, write_manifest
 from areal_hpc.errors import RoleDied
-from areal_hpc.fs import PRIVATE_DIR, RunDir, fsync_directory, publish, publish_json, read_json, wait_for
+from areal_hpc.fs import (
+    PRIVATE_DIR,
+    RunDir,
+    fsync_directory,
+    names_in,
+    publish,
+    publish_json,
+    read_json,
+    rename,
+    wait_for,
+)
 from areal_hpc.types import WeightVersion
 
 
@@ -73,7 +83,7 @@ def write(
         still_leader()
         if path.exists():
             os.rename(path, pending(path, "trash"))  # noqa: PTH104
-        os.rename(temporary, path)  # noqa: PTH104
+        rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # what cannot be removed now, `sweep` removes
         raise
@@ -120,4 +130,4 @@ def await_parts(directory: Path, ranks: Sequence[int], timeout_s: float) -> None
 
 
 def _is_listed(path: Path) -> bool:
-    return path.name in os.listdir(path.parent)
+    return path.name in names_in(path.parent)

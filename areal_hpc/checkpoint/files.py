@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import google_crc32c
 
 from areal_hpc import __version__
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir, fsync_directory, publish_json, read_json
+from areal_hpc.fs import RunDir, fsync_directory, names_in, publish_json, read_json
+from areal_hpc.patience import naming, retried
 from areal_hpc.types import WeightVersion
 
 FORMAT = 2
@@ -69,7 +71,7 @@ def pending(path: Path, kind: str) -> Path:
 
 def listed(run: RunDir) -> list[tuple[WeightVersion, Path]]:
     """Everything named exactly like a checkpoint, newest first: a later attempt before an earlier one, then by step."""
-    paths = [run.checkpoints / name for name in os.listdir(run.checkpoints) if CHECKPOINT_NAME.fullmatch(name)]
+    paths = [run.checkpoints / name for name in names_in(run.checkpoints) if CHECKPOINT_NAME.fullmatch(name)]
     return sorted(((version_of(path), path) for path in paths), reverse=True)
 
 
@@ -112,7 +114,7 @@ def _library_versions() -> Iterator[tuple[str, str]]:
 def _measure(path: Path, *, durable: bool) -> dict[str, int]:
     """Size and CRC-32C of a file, fsynced first where ``durable``."""
     crc = size = 0
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         if durable:
             os.fsync(file.fileno())
         while chunk := file.read(CHUNK_BYTES):
@@ -136,7 +138,9 @@ def verify(path: Path, *, weights: bool = True) -> Checkpoint:
     try:
         body = _read_manifest(path, version)
         for name, expected in body["files"].items():
-            if (weights or name == STATE) and (found := _measure(path / name, durable=False)) != expected:
+            if not weights and name != STATE:
+                continue
+            if (found := retried(partial(_measure, path / name, durable=False))) != expected:
                 raise CheckpointError(
                     f"{path / name} is damaged: {found}, written was {expected}; use another checkpoint"
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from areal_hpc.checkpoint.files import PENDING_NAME, PINNED, Lineage, counts, listed, pending, verify
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, names_in
 from areal_hpc.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def sweep(run: RunDir, epoch: int) -> None:
 
 
 def _pending_entries(run: RunDir) -> list[tuple[Path, int, str]]:
-    matches = [match for name in os.listdir(run.checkpoints) if (match := PENDING_NAME.fullmatch(name))]
+    matches = [match for name in names_in(run.checkpoints) if (match := PENDING_NAME.fullmatch(name))]
     return [(run.checkpoints / match[0], int(match[1]), match[2]) for match in matches]
 
 
@@ -94,7 +93,7 @@ def _empty_trash(run: RunDir) -> None:
 def _delete(path: Path) -> None:
     """Rename ``path`` so that nobody takes it for whole, then remove what can be removed; nothing if it is pinned."""
     try:
-        if PINNED in os.listdir(path):
+        if PINNED in names_in(path):
             return
         if not PENDING_NAME.fullmatch(path.name):
             path = path.rename(pending(path, "trash"))

@@ -48,6 +48,7 @@ RANGES: Final[Mapping[str, str]] = {
     "buffer.max_staleness": "[0, inf)",
     "buffer.segment_mb": "(0, inf)",
     "buffer.commit_s": "[0, inf)",
+    "buffer.min_free_mb": "[0, inf)",
     "algorithm.groups_per_step": "[1, inf)",
     "algorithm.minibatches": "[1, inf)",
     "algorithm.clip_low": "(0, 1]",

@@ -183,6 +183,8 @@ class BufferConfig:
     """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
     commit_s: float = 0.2
     """Longest time a finished group waits in memory before it is made durable, in seconds."""
+    min_free_mb: float = 256.0
+    """Free space below which no new prompt is begun, in MiB: room for a checkpoint and what is in flight; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.accelerator import REPRODUCIBLE
-from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start
+from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.owner import Owner
@@ -26,6 +26,7 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
+from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
@@ -59,7 +60,7 @@ class Attempts:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.
 
         Raises:
-            RunDirError: somebody else has started the run at the same moment.
+            RunDirError: somebody else has started the run at the same moment, or the disk is full by now.
             AttemptFailed, RoleDied, Stalled, Fenced: the run has failed.
         """
         epoch, outcome = after, RESTARTING
@@ -76,6 +77,8 @@ class Attempts:
         publish_json(attempt.state, {"state": RUNNING, **owner})
         with closing(Recorder(attempt.records("launcher", 0), role="launcher", index=0, epoch=epoch)) as recorder:
             try:
+                publish_json(attempt.mount, examine(self.run.root, self.config.buffer.min_free_mb).record())
+                sweep(self.run, epoch)
                 if self.resume_from is not None:
                     publish_json(attempt.resume_from, {"step": self.resume_from, "after": after})
                 publish(self.run.config, dump(self.config).encode())

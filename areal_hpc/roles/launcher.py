@@ -1,6 +1,6 @@
 """``areal-hpc run`` in the shape ``local``: see that the run may start, go through its attempts, say how it went.
 
-prepare     no other living owner, the same experiment, data, reward and model usable
+prepare     no other living owner, the same experiment, file system, data, reward and model usable
 attempts    one epoch each, until the run is done, stopped, or not worth another (``attempts.py``)
 report      what they came to
 
@@ -19,6 +19,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RunDirError
 from areal_hpc.fs import RunDir
+from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
@@ -66,7 +67,8 @@ def run_local(
         did not give it the time for one.
 
     Raises:
-        RunDirError: the run directory is in use (and not to be taken over), or holds a run and ``resume`` is false.
+        RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
+            lies on a file system that cannot carry a run.
         CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``preflight``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
@@ -79,6 +81,7 @@ def run_local(
     _check_resume(run, newest, config, resume)
     if resume_from is not None:
         _check_step(run, newest, resume_from)
+    examine(run.root, config.buffer.min_free_mb)
     preflight(config)
     with Signals() as signals, console:
         attempts = Attempts(

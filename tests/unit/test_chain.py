@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from areal_hpc.buffer import scan
+from areal_hpc import patience
 from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
 from areal_hpc.buffer.records import RecordType, frame
 from areal_hpc.buffer.scan import ChainReader
@@ -28,7 +28,7 @@ def chains(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_PAUSES_S", (0.0,) * 3)
 
 
 def new_chain(chains: Path, segment_bytes: int = LARGE) -> ChainWriter:
@@ -363,3 +363,51 @@ def test_a_read_only_disk_is_an_error_at_once(chains: Path, disk: Disk) -> None:
     with pytest.raises(RunDirError, match="Read-only file system"):
         commits.check()
     commits.stop()
+
+
+def test_a_slow_sync_delays_what_is_durable_and_no_call(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one commit hangs in the disk, records are handed over at once; one commit then takes all of them."""
+    chain = new_chain(chains)
+    reader = ChainReader(chains, chain.name)
+    inside, let_go, syncs = threading.Event(), threading.Event(), []
+    fdatasync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        syncs.append(fd)
+        inside.set()
+        assert let_go.wait(30)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    commits = GroupCommit(chain, commit_s=0.001, patience_s=60)
+    chain.append(RecordType.DATA, 0, {})
+    assert inside.wait(30)
+    for ticket in range(1, 50):
+        chain.append(RecordType.DATA, ticket, {})
+    assert len(syncs) == 1
+    commits.check()
+    assert tickets(reader) == []
+    let_go.set()
+    seen: list[int] = []
+    wait(lambda: bool(seen.extend(tickets(reader)) or len(seen) == 50))
+    commits.stop()
+    assert len(syncs) == 4  # data and COMMIT of the first record, and of all the others
+
+
+def test_an_error_that_only_close_reports_costs_nothing(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EDQUOT at close(2), as NFS may: the segment is durable already, and the descriptor is closed."""
+    chain = new_chain(chains, segment_bytes=1)
+    close = os.close
+
+    def fails(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fails)
+        patch.setattr("areal_hpc.buffer.chain.fsync_directory", lambda _: None)  # it closes a descriptor, too
+        with pytest.raises(OSError, match=r"Disk quota exceeded: '.*/00000000\.seg'"):
+            put(chain, 0)
+    put(chain, 1)
+    chain.end()
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1]

@@ -278,10 +278,11 @@ def cut_after(monkeypatch: pytest.MonkeyPatch, calls: int, failure: BaseExceptio
 
 def num_fsyncs(tmp_path: Path) -> int:
     """How many fsyncs one checkpoint takes."""
+    run = RunDir.create(tmp_path / "counted")
     with pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
         patch.setattr(os, "fsync", calls.append)
-        make(RunDir.create(tmp_path / "counted"), 1)
+        make(run, 1)
     return len(calls)
 
 
@@ -317,7 +318,7 @@ def test_everything_is_durable_before_the_rename_and_the_rename_after_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    real_fsync, real_rename = os.fsync, os.rename
+    real_fsync, real_rename = os.fsync, os.replace
 
     def fsync(fd: int) -> None:
         events.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
@@ -328,7 +329,7 @@ def test_everything_is_durable_before_the_rename_and_the_rename_after_it(
         real_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
     target = write(run, v(1), save, {}, still_leader=lambda: events.append("fence"))
     before = events[: events.index("fence")]
     manifest = next(i for i, path in enumerate(before) if "MANIFEST" in path)

@@ -88,6 +88,7 @@ layout: str
 buffer.max_staleness: int
 buffer.segment_mb: float
 buffer.commit_s: float
+buffer.min_free_mb: float
 algorithm.name: str
 algorithm.groups_per_step: int
 algorithm.minibatches: int

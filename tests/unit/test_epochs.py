@@ -13,9 +13,11 @@ from areal_hpc.buffer.epochs import (
     branch,
     check_fence,
     claim_epoch,
+    claimed_by,
     lineage,
     newest_epoch,
     read_start,
+    sweep,
     write_start,
 )
 from areal_hpc.errors import Fenced, RunDirError
@@ -95,3 +97,26 @@ def test_the_lineage_is_read_from_the_start_records(run: RunDir) -> None:
     assert not ours(WeightVersion(2, 0))
     with pytest.raises(RunDirError, match="attempt 2 left no start record"):
         lineage(run, 3, WeightVersion(2, 4))
+
+
+def test_what_killed_processes_were_publishing_is_swept_and_what_others_publish_is_not(run: RunDir) -> None:
+    assert claim_epoch(run, {}) == 1 and claim_epoch(run, {}) == 2
+    gone = [run.root / ".config.yaml.17.0123abcd.tmp", run.ring / ".CONTROL.json.17.0123abcd.tmp"]
+    gone += [run.ring / "epochs" / ".e00000001.start.json.17.0123abcd.tmp"]
+    stays = [run.ring / "epochs" / f".e0000000{epoch}.17.0123abcd.tmp" for epoch in (2, 3)]
+    stays += [run.root / ".bashrc", run.root / "notes.tmp"]
+    for path in (*gone, *stays):
+        path.write_bytes(b"")
+    sweep(run, 2)
+    assert [path for path in gone if path.exists()] == []
+    assert [path for path in stays if not path.exists()] == []
+
+
+def test_a_claim_that_says_nothing_is_an_error_that_says_what_to_do(run: RunDir) -> None:
+    """Without hard links a kill can come between the claim and its words; the start record of such is none."""
+    epoch = claim_epoch(run, {})
+    (run.ring / "epochs" / "e00000001").write_bytes(b"")
+    (run.ring / "epochs" / "e00000001.start.json").write_bytes(b"")
+    with pytest.raises(RunDirError, match=r"e00000001 does not say who made it; add --takeover"):
+        claimed_by(run, epoch)
+    assert read_start(run, epoch) is None

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,66 @@ def test_the_directory_is_synced_after_a_creation(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fs, "fsync_directory", synced.append)
     assert create_exclusive(tmp_path / "claim", b"")
     assert synced == [tmp_path]
+
+
+def test_B2_many_make_one_directory_and_its_name_is_synced_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds it there cannot know that its maker lived long enough to sync it."""
+    synced: list[Path] = []
+    monkeypatch.setattr(fs, "fsync_directory", synced.append)
+    path = tmp_path / "a" / "b" / "c"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fs.make_private_directory, [path] * 32))
+    assert path.is_dir()
+    assert synced.count(path.parent) == 32
+    assert {tmp_path, tmp_path / "a"} <= set(synced)
+
+
+def test_errors_of_descriptors_name_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=f"Disk quota exceeded: '{tmp_path}/x'"):
+        publish(tmp_path / "x", b"data")
+
+
+def test_a_rename_that_says_that_it_failed_is_believed_unless_the_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request of an NFS client is lost on the way there, or its answer on the way back."""
+    real = os.replace
+
+    def answer_lost(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    def request_lost(source: Path, _: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    publish(tmp_path / "x", b"old")
+    monkeypatch.setattr(os, "replace", request_lost)
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"old"
+    monkeypatch.setattr(os, "replace", answer_lost)
+    publish(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_link_that_says_that_the_name_exists_is_ours_if_our_file_has_two_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.link
+
+    def answer_lost(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
+
+    monkeypatch.setattr(os, "link", answer_lost)
+    assert create_exclusive(tmp_path / "x", b"ours")
+    assert not create_exclusive(tmp_path / "x", b"theirs")
+    assert (tmp_path / "x").read_bytes() == b"ours"
+    assert os.listdir(tmp_path) == ["x"]

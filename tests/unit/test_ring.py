@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_hpc.buffer import scan
+from areal_hpc.buffer import control, scan
 from areal_hpc.buffer.control import Control, publish_control, read_control
-from areal_hpc.buffer.epochs import claim_epoch, read_start
+from areal_hpc.buffer.epochs import claim_epoch, read_start, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.errors import CorruptRecord, Fenced
+from areal_hpc.errors import CorruptRecord, Fenced, RunDirError
 from areal_hpc.fs import RunDir
 from areal_hpc.types import Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
@@ -157,7 +157,7 @@ def damage(run: RunDir, ref: GroupRef) -> None:
 def test_damaged_bytes_are_named_and_their_prompt_runs_again(
     run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(scan, "RETRY_PAUSES_S", (0.0,) * 3)
     writer = new_writer(run, reader)
     produce(writer, 0, 1)
     bad, good = reader.claim(2, WeightVersion(reader._epoch, 0))
@@ -274,3 +274,69 @@ def test_what_a_replaced_writer_adds_later_is_not_seen(run: RunDir, reader: Ring
     again = new_reader(run, state=state, parent=WeightVersion(reader._epoch, 1))
     assert again.claim(1, WeightVersion(again._epoch, 1)) is None
     assert again.stats()["sealed"] == 0
+
+
+def test_no_ticket_is_given_while_space_is_short_and_the_trainer_says_so(
+    run: RunDir, reader: RingReader, writer: RingWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_mib = [100]
+    block = 1 << 20
+    monkeypatch.setattr(
+        os, "statvfs", lambda _: os.statvfs_result((block, block, 1000, free_mib[0], free_mib[0], 0, 0, 0, 0, 255))
+    )
+    assert writer.try_reserve(0) is None
+    assert "no new prompt is begun, since" in reader.waiting_for() and "has 100 MiB left" in reader.waiting_for()
+    free_mib[0] = 300
+    assert writer.try_reserve(0) is not None
+    assert "no new prompt" not in reader.waiting_for()
+
+
+@pytest.mark.parametrize("half", [b"", b'{"epoch": 1, "ver'])
+def test_a_document_that_is_half_visible_is_read_again_and_then_named(
+    run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch, half: bytes
+) -> None:
+    monkeypatch.setattr(control, "RETRY_PAUSES_S", (0.0,) * 3)
+    path, whole = run.ring / "CONTROL.json", [half, half]
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: whole.pop() if whole else read_bytes(self))
+    assert read_control(run, known=True) is not None
+    path.write_bytes(half)
+    with pytest.raises(RunDirError, match=r"CONTROL\.json is no JSON document.*; remove it, its owner writes it again"):
+        read_control(run, known=True)
+
+
+def test_control_that_cannot_be_published_waits_and_is_then_named(
+    run: RunDir, reader: RingReader, writer: RingWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: the trainer goes on, writers learn of the new version once there is space; with no patience left,
+    an error says what to do."""
+    epoch = reader._epoch
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "publish_json", full)
+        reader.release(WeightVersion(epoch, 1))
+        assert writer.version == WeightVersion(epoch, 0)
+        publisher = control.ControlPublisher(run, patience_s=-1.0)
+        with pytest.raises(RunDirError, match=r"could not be written for 0 s: No space left on device; free space"):
+            publisher.publish(Control(epoch=epoch, version=WeightVersion(epoch, 1), slots=()))
+    assert reader.claim(1, WeightVersion(epoch, 1)) is None
+    assert writer.version == WeightVersion(epoch, 1)
+
+
+def test_a_trainer_whose_successor_sweeps_its_file_away_is_fenced(
+    run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at the fence and its rename."""
+    real, epoch = os.replace, reader._epoch
+
+    def swept(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        sweep(run, claim_epoch(run, {}))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", swept)
+    with pytest.raises(Fenced, match=f"attempt {epoch} of .* was replaced by attempt {epoch + 1}"):
+        reader.release(WeightVersion(epoch, 1))
