@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RunDirError, WaitTimeout
-from areal_hpc.patience import naming, retried
+from areal_hpc.patience import naming, opened_status, rename, retried
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 PRIVATE_FILE = 0o600
@@ -39,27 +39,6 @@ def fsync_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def rename(source: Path, target: Path) -> None:
-    """``os.replace``, which may answer that ``source`` is not there although it has moved it: a server did as it was
-    asked, the answer was lost, and the repeated request found nothing. Not durable before the directory is synced.
-    """
-    inode = source.stat().st_ino
-    try:
-        os.replace(source, target)
-    except FileNotFoundError:
-        if not target.exists() or _opened_status(target).st_ino != inode:
-            raise
-
-
-def _opened_status(path: Path) -> os.stat_result:
-    """The status of ``path`` through a fresh descriptor: opening is what revalidates it on a network file system."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -121,7 +100,7 @@ def _link(temporary: Path, path: Path) -> bool | None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return _opened_status(temporary).st_nlink > 1
+        return opened_status(temporary).st_nlink > 1
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
             raise

@@ -1,8 +1,9 @@
-"""Errors of file calls: which ones may pass, how long they are borne, and the path that each is about."""
+"""Errors of file calls: which ones may pass or lie, how long they are borne, and the path that each is about."""
 
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,3 +42,24 @@ def retried(call: Callable[[], T]) -> T:
                 raise
         time.sleep(pause_s)
     return call()
+
+
+def rename(source: Path, target: Path) -> None:
+    """``os.replace``, which may answer that ``source`` is not there although it has moved it: a server did as it was
+    asked, the answer was lost, and the repeated request found nothing. Not durable before the directory is synced.
+    """
+    inode = source.stat().st_ino
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        if not target.exists() or opened_status(target).st_ino != inode:
+            raise
+
+
+def opened_status(path: Path) -> os.stat_result:
+    """The status of ``path`` through a fresh descriptor: opening is what revalidates it on a network file system."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)

@@ -33,9 +33,9 @@ from areal_hpc.fs import (
     publish,
     publish_json,
     read_json,
-    rename,
     wait_for,
 )
+from areal_hpc.patience import rename
 from areal_hpc.types import WeightVersion
 
 
