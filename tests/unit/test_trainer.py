@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,12 +68,12 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         def release(self, version: WeightVersion) -> None:
             order.append("release")
 
-    class Transport:
-        async def publish(self, version: int, weights: Any) -> dict[str, float]:
+    class Fleet:
+        def publish(self, version: int, weights: Any) -> dict[str, float]:
             order.append(f"publish {version}")
             return {"fingerprint": 5.0}
 
-        async def close(self) -> None: ...
+        def close(self) -> None: ...
 
     def make(name: str, what: Any) -> Any:
         def made(*_: Any) -> Any:
@@ -89,8 +89,7 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
 
     side = SimpleNamespace(
         reader=Reader(),
-        transport=Transport(),
-        clients=[],
+        fleet=Fleet(),
         identity={},
         journal=Journal(run, 2),
         begin=lambda version: order.append(f"start {version.step}"),
@@ -105,6 +104,7 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         epoch=2,
         config=load([QUICKSTART], [f"run_root={tmp_path}"]),
         stopping=lambda: False,
+        starting=contextlib.ExitStack(),
         recorder=SimpleNamespace(record=None),
     )
     assert trainer.main(process) == 0
@@ -112,33 +112,31 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
     assert drawn == expected
 
 
-@pytest.mark.parametrize(("version", "fingerprint", "same"), [(20, 5, True), (20, 6, False), (21, 6, True)])
+@pytest.mark.parametrize(
+    ("version", "moved", "saved", "same"),
+    [
+        (20, {"fingerprint": 5.0}, 5, True),
+        (20, {"fingerprint": 6.0}, 5, False),
+        (21, {"fingerprint": 6.0}, 5, True),
+        (20, {"fingerprint": 6.0}, None, True),  # no engine was left when it was saved
+        (20, {}, 5, True),  # a stop was asked for while no engine was there
+    ],
+)
 def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_token(
-    version: int, fingerprint: int, same: bool
+    version: int, moved: dict[str, float], saved: int | None, same: bool
 ) -> None:
-    class Transport:
-        async def publish(self, version: int, weights: Any) -> dict[str, float]:
-            return {"fingerprint": float(fingerprint), "seconds_paused": 0.0}
-
     parent: Any = SimpleNamespace(
-        version=WeightVersion(1, 20), state={"weights": 5}, path=Path("step-00000020.e00000001")
+        version=WeightVersion(1, 20), state={"weights": saved}, path=Path("step-00000020.e00000001")
     )
-    process: Any = None
-    with asyncio.Runner() as runner:
-        member = Member(
-            process=process,
-            ranks=Ranks(),
-            backend=process,
-            side=SimpleNamespace(transport=Transport(), archiver=None),  # type: ignore[arg-type]
-            parent=parent,
-            runner=runner,
-        )
-        if same:
-            assert member.publish(version, iter(()))["seconds_paused"] == 0.0
-            assert member.fingerprint == fingerprint
-        else:
-            with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
-                member.publish(version, iter(()))
+    side: Any = SimpleNamespace(fleet=SimpleNamespace(publish=lambda version, weights: moved), archiver=None)
+    nothing: Any = None
+    member = Member(process=nothing, ranks=Ranks(), backend=nothing, side=side, parent=parent)
+    if same:
+        assert member.publish(version, lambda: iter(())) == moved
+        assert member.fingerprint == moved.get("fingerprint")
+    else:
+        with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
+            member.publish(version, lambda: iter(()))
 
 
 def test_C20_an_evaluation_of_what_was_taken_back_is_due_again(tmp_path: Path) -> None:
