@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Rows:
         return {"loss": 0.0}
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
+        yield ROWS, json.dumps(self.steps)
 
     def snapshot(self) -> Callable[[Path], None]:
         text = json.dumps(self.steps)
@@ -77,7 +78,7 @@ class Transport:
 
     async def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Mapping[str, float]:
         await asyncio.sleep(random.uniform(0.0, 0.03))
-        return {}
+        return {"fingerprint": float(zlib.crc32(repr(list(weights)).encode()))}
 
     async def close(self) -> None: ...
 

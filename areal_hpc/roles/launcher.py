@@ -50,7 +50,7 @@ CHANGEABLE = (
     "weights.",
 )
 """Keys that may change from one attempt of a run to the next; a falling learning rate follows a new total_steps."""
-ROUNDING = ("generation.threads", "trainer.threads")
+ROUNDING = ("generation.threads", "trainer.ranks", "trainer.threads")
 """Those of them that change the last bits of results, and are therefore fixed in deterministic training."""
 
 

@@ -13,7 +13,9 @@ from areal_hpc.buffer.epochs import load_lineage
 from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.checkpoint import at_step, steps_of
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.cli import main
+from areal_hpc.fs import RunDir
+from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.watermark import Watermark
 
 EVERY = ("checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_every=2", "buffer.segment_mb=0.001")
@@ -85,6 +87,7 @@ def test_every_prompt_of_the_surviving_history_is_consumed_once(attempts: list[A
     run = attempts[0].run
     assert 2 * GROUPS not in attempts[0].tickets, "nothing that step 2 lacks was deleted"
     assert attempts[0].tickets
+    assert main(["ledger", str(run.root)]) == 0
     assert num_consumed(run) == 8 * GROUPS
     for step in (2, 4, 6):
         consumed = Watermark.from_state(at_step(run, load_lineage(run, 4), step).state["ring"]["consumed"])
@@ -105,9 +108,7 @@ def test_every_checkpoint_was_told_and_those_taken_back_are_gone(attempts: list[
 
 
 def test_C20_what_was_taken_back_is_evaluated_again(attempts: list[Attempt]) -> None:
-    run = attempts[0].run
-    epochs = {step: read_json(run.evaluation(step))["epoch"] for step in sorted(run.evaluated_steps())}
-    assert epochs[0] == 1
-    assert epochs[7] == 2
-    assert epochs[8] == 3
-    assert all(epoch == 2 for step, epoch in epochs.items() if 2 < step < 7)
+    """Step 6 may have been passed over by the evaluator of attempt 2; what attempt 1 found there counts for nothing."""
+    epochs = {step: result["epoch"] for step, result in results(attempts[0].run, 3).items()}
+    assert {step for step, epoch in epochs.items() if epoch == 1} <= {0, 2}
+    assert (epochs[0], epochs[7], epochs[8]) == (1, 2, 3)
