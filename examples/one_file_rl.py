@@ -29,7 +29,8 @@ import torch
 from areal_hpc.algorithms.losses import LossInputs, LossOutput
 from areal_hpc.algorithms.stats import fraction_of
 from areal_hpc.buffer.memory import MemoryRing, MemoryWriter
-from areal_hpc.config.schema import AlgorithmConfig, OptimizerConfig, PromptsConfig, TrainerConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.schema import OptimizerConfig, PromptsConfig, TrainerConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.embedded.engine import EmbeddedEngine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.config.schema import AlgorithmConfig, Level, NormConfig, OverlongConfig
+from areal_hpc.config.algorithm import AlgorithmConfig, Level, NormConfig, OverlongConfig
 from areal_hpc.types import BoolArray, GroupRef
 
 Float64Array = NDArray[np.float64]
@@ -53,7 +53,7 @@ class AdvantageInputs:
         )
 
 
-def grpo_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
+def trajectory_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
     """Group-relative advantages [N] of outcome rewards (GRPO, arXiv:2402.03300).
 
     The levels of ``config.reward_norm`` give its relatives: no deviation is Dr. GRPO (arXiv:2503.20783), leave-one-out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_hpc.algorithms.masking import Rejection, accept, log_difference, reject
 from areal_hpc.algorithms.stats import Stats, fraction_of, max_of, mean_of, min_of
-from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
+from areal_hpc.config.algorithm import AlgorithmConfig, ProximalMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areal_hpc.algorithms.stats import Stats, fraction_of, max_of, mean_of
-from areal_hpc.config.schema import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
+from areal_hpc.config.algorithm import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
 
 CERTAIN = -(2.0**-24)
 """The largest log-prob that means what it says: float32 log-softmax rounds 1 - p away where it is below 2^-24."""

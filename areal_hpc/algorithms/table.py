@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from areal_hpc.algorithms.advantages import AdvantageInputs, Float64Array, grpo_advantages
+from areal_hpc.algorithms.advantages import AdvantageInputs, Float64Array, trajectory_advantages
 from areal_hpc.algorithms.losses import LossInputs, LossOutput, clipped_loss
-from areal_hpc.config.algorithm import check_name
-from areal_hpc.config.schema import AlgorithmConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.algorithm_checks import check_name
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], Float64Array]
 LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutput]
@@ -25,7 +25,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    row.name: row for row in (Algorithm(name="grpo", advantages=grpo_advantages, loss=clipped_loss),)
+    row.name: row for row in (Algorithm(name="grpo", advantages=trajectory_advantages, loss=clipped_loss),)
 }
 
 

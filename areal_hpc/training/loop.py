@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
-from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
+from areal_hpc.config.algorithm import AlgorithmConfig, ProximalMethod
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step

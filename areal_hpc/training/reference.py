@@ -32,7 +32,8 @@ from areal_hpc.algorithms import table
 from areal_hpc.algorithms.logprobs import token_logprobs
 from areal_hpc.algorithms.losses import LossInputs
 from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
-from areal_hpc.config.schema import AlgorithmConfig, Dtype, TrainerConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.training.batching import microbatches

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from areal_hpc.algorithms.advantages import AdvantageInputs, grpo_advantages
+from areal_hpc.algorithms.advantages import AdvantageInputs, trajectory_advantages
 from areal_hpc.algorithms.losses import LossInputs, clipped_loss
+from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
-from areal_hpc.config.schema import AlgorithmConfig
 from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -94,7 +94,8 @@ def test_one_file_has_the_librarys_advantages(one_file: ModuleType) -> None:
         episodes=np.concatenate([np.arange(len(group)) for group in rewards]),
         max_new_tokens=16,
     )
-    np.testing.assert_allclose(one_file.advantages(groups), grpo_advantages(inputs, AlgorithmConfig()), atol=1e-12)
+    expected = trajectory_advantages(inputs, AlgorithmConfig())
+    np.testing.assert_allclose(one_file.advantages(groups), expected, atol=1e-12)
 
 
 def _trajectory(reward: float) -> Trajectory:

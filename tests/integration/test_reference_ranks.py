@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import ProcessGroup
 
-from areal_hpc.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, TrainerConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.schema import Dtype, OptimizerConfig, TrainerConfig
 from areal_hpc.training.batching import plan_step
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from areal_hpc.algorithms.advantages import (
     AdvantageInputs,
-    grpo_advantages,
     normalise,
     overlong_penalty,
+    trajectory_advantages,
 )
-from areal_hpc.config.schema import AlgorithmConfig, Level, NormConfig, OverlongConfig
+from areal_hpc.config.algorithm import AlgorithmConfig, Level, NormConfig, OverlongConfig
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text(encoding="utf-8"))
 REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 0.3])
@@ -154,9 +154,9 @@ def test_E11_branches_of_an_episode_weigh_its_reward_once(
 ) -> None:
     rewards, groups = [r for r, _, _ in members], [g for _, g, _ in members]
     config = AlgorithmConfig(reward_norm=norm_config)
-    once = grpo_advantages(inputs(rewards, groups), config)
+    once = trajectory_advantages(inputs(rewards, groups), config)
     branches = [i for i, (_, _, count) in enumerate(members) for _ in range(count)]
-    branched = grpo_advantages(
+    branched = trajectory_advantages(
         inputs([rewards[i] for i in branches], [groups[i] for i in branches], episodes=branches), config
     )
     np.testing.assert_allclose(branched, once[branches], rtol=1e-7, atol=1e-7)
@@ -165,14 +165,14 @@ def test_E11_branches_of_an_episode_weigh_its_reward_once(
 def test_leaving_one_out_leaves_all_branches_of_the_episode_out() -> None:
     """Branches may have rewards of their own; the baseline of each is the mean of the *other* episodes."""
     config = AlgorithmConfig(reward_norm=NormConfig(std=Level.NONE, leave_one_out=True))
-    result = grpo_advantages(inputs([1.0, 0.0, 3.0, 6.0], [5, 5, 5, 5], episodes=[0, 0, 1, 2]), config)
+    result = trajectory_advantages(inputs([1.0, 0.0, 3.0, 6.0], [5, 5, 5, 5], episodes=[0, 0, 1, 2]), config)
     np.testing.assert_allclose(result, [1 - 4.5, 0 - 4.5, 3 - 3.25, 6 - 1.75], atol=1e-12)
 
 
 @pytest.mark.parametrize("std", Level)
 def test_a_lone_episode_has_no_advantage_however_many_branches(std: Level) -> None:
     config = AlgorithmConfig(reward_norm=NormConfig(std=std))
-    result = grpo_advantages(inputs([1.0, 0.0], [0, 0], episodes=[4, 4]), config)
+    result = trajectory_advantages(inputs([1.0, 0.0], [0, 0], episodes=[4, 4]), config)
     np.testing.assert_array_equal(result, [0.0, 0.0])
 
 
@@ -183,7 +183,7 @@ def test_what_has_no_tokens_is_nothing_to_compare_with() -> None:
 
 
 def test_episode_numbers_count_within_their_group_only() -> None:
-    apart = grpo_advantages(inputs([1.0, 0.0, 0.0, 1.0], [0, 0, 1, 1], episodes=[0, 1, 0, 1]), AlgorithmConfig())
+    apart = trajectory_advantages(inputs([1.0, 0.0, 0.0, 1.0], [0, 0, 1, 1], episodes=[0, 1, 0, 1]), AlgorithmConfig())
     np.testing.assert_allclose(apart, [0.70709678, -0.70709678, -0.70709678, 0.70709678], atol=1e-7)
 
 
@@ -201,7 +201,7 @@ def test_no_penalty_zone_is_no_penalty() -> None:
 
 
 @pytest.mark.parametrize("name", CASES["advantages"])
-def test_grpo_advantages_agree_with_recorded_numbers(name: str) -> None:
+def test_trajectory_advantages_agree_with_recorded_numbers(name: str) -> None:
     """The last trainable token's advantage of each trajectory: without a discount every token has the same."""
     case = CASES["advantages"][name]
     config = AlgorithmConfig(reward_norm=norm(case["reward_norm"]), adv_norm=norm(case["adv_norm"]), **case["config"])
@@ -211,18 +211,18 @@ def test_grpo_advantages_agree_with_recorded_numbers(name: str) -> None:
         # The stop reason says that it ended by itself: it keeps the scaled reward (0 - 0.5) * 10.
         assert expected[2] == 0.0
         expected[2] = -5.0
-    result = grpo_advantages(inputs(case["rewards"], case["groups"], generated=case["generated"]), config)
+    result = trajectory_advantages(inputs(case["rewards"], case["groups"], generated=case["generated"]), config)
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_the_penalty_acts_before_the_group_is_compared() -> None:
     config = AlgorithmConfig(overlong=OverlongConfig(tokens=4, factor=1.0), reward_norm=NormConfig(std=Level.NONE))
-    result = grpo_advantages(inputs([1.0, 1.0], [0, 0], generated=[4, 6]), config)
+    result = trajectory_advantages(inputs([1.0, 1.0], [0, 0], generated=[4, 6]), config)
     np.testing.assert_allclose(result, [0.25, -0.25], atol=1e-12)
 
 
 @pytest.mark.parametrize("adv_norm", [Level.NONE, Level.BATCH])
 def test_E17_an_empty_step_and_a_step_without_tokens_are_no_crash(adv_norm: Level) -> None:
     config = AlgorithmConfig(adv_norm=NormConfig(mean=adv_norm, std=adv_norm))
-    assert grpo_advantages(inputs([], []), config).shape == (0,)
-    assert np.isfinite(grpo_advantages(inputs([1.0, 0.0], [0, 0], generated=[0, 0]), config)).all()
+    assert trajectory_advantages(inputs([], []), config).shape == (0,)
+    assert np.isfinite(trajectory_advantages(inputs([1.0, 0.0], [0, 0], generated=[0, 0]), config)).all()

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from areal_hpc.algorithms.table import ALGORITHMS, find
-from areal_hpc.config.algorithm import NAMES, check_algorithm, check_rejection
-from areal_hpc.config.schema import (
+from areal_hpc.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
     Level,
@@ -23,6 +22,7 @@ from areal_hpc.config.schema import (
     RejectionConfig,
     RejectionLevel,
 )
+from areal_hpc.config.algorithm_checks import NAMES, check_algorithm, check_rejection
 from areal_hpc.errors import ConfigError
 
 NO_NORM = NormConfig(mean=Level.NONE, std=Level.NONE)
@@ -133,5 +133,5 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_checks_need_no_torch() -> None:
-    code = "import sys, areal_hpc.config.algorithm; sys.exit('torch' in sys.modules)"
+    code = "import sys, areal_hpc.config.algorithm_checks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

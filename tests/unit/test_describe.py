@@ -10,18 +10,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.config.algorithm import AlgorithmConfig, RejectionConfig
 from areal_hpc.config.describe import diff, dump, render_diff, render_reference, written
 from areal_hpc.config.keys import REQUIRED, help_of, keys, type_name, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import (
-    AlgorithmConfig,
     Config,
     GenerationConfig,
     ModelConfig,
     OptimizerConfig,
     PromptsConfig,
-    RejectionConfig,
     RolloutConfig,
     SamplingConfig,
     TrainerConfig,

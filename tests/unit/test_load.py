@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.config.algorithm import Level, Metric
 from areal_hpc.config.load import build, load, read, stated
-from areal_hpc.config.schema import Config, Level, Metric, Sink, TrainerBackendName
+from areal_hpc.config.schema import Config, Sink, TrainerBackendName
 from areal_hpc.config.source import MAX_BYTES, MAX_DEPTH, parse
 from areal_hpc.errors import ConfigError
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
-from areal_hpc.config.schema import AlgorithmConfig, ProximalMethod
+from areal_hpc.config.algorithm import AlgorithmConfig, ProximalMethod
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.algorithms.losses import LossInputs, LossOutput, clipped_loss, loglinear_proximal, proximal_logprobs
 from areal_hpc.algorithms.stats import finish, merge
-from areal_hpc.config.schema import (
+from areal_hpc.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
     Metric,

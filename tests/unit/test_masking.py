@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from areal_hpc.algorithms.masking import Rejection, accept, binary_kl, kl_divergence, reject
 from areal_hpc.algorithms.stats import finish
-from areal_hpc.config.algorithm import check_rejection
-from areal_hpc.config.schema import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
+from areal_hpc.config.algorithm import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
+from areal_hpc.config.algorithm_checks import check_rejection
 from areal_hpc.errors import ConfigError
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text(encoding="utf-8"))

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from areal_hpc.algorithms.losses import LossInputs, LossOutput
 from areal_hpc.algorithms.stats import mean_of
-from areal_hpc.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, Schedule, TrainerConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.schema import Dtype, OptimizerConfig, Schedule, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.reference import ReferenceBackend

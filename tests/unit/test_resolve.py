@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.config.algorithm import Level
 from areal_hpc.config.checks import CHECKS
 from areal_hpc.config.derived import engine_ranks, model_ranks, ring_capacity
 from areal_hpc.config.keys import keys, type_name, value_of, with_value
@@ -18,7 +19,6 @@ from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import (
     Config,
     EngineName,
-    Level,
     ModelConfig,
     PromptsConfig,
     RolloutConfig,

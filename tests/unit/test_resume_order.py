@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from areal_hpc.buffer.memory import MemoryRing
-from areal_hpc.config.schema import AlgorithmConfig, PromptsConfig
+from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.prompts import Dataset, PromptStream
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
