@@ -12,7 +12,7 @@ sampled in this run has mask 0, log-prob 0.0 and version -1. The stop reason is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -295,13 +295,23 @@ class Batch:
     versions: Int32Array  # [T]
     advantages: Float32Array  # [T]
     boundaries: Int32Array  # [S + 1], sequence s is [boundaries[s], boundaries[s + 1])
-    proximal: Float32Array | None = None  # [T], log-probs by the weights at the start of the step
+    truncated: BoolArray | None = None  # [S], cut by the token budget: the carried stop reason; None where not needed
+    # What the models say at the start of the step; None where the algorithm does not need it. All [T]:
+    proximal: Float32Array | None = None  # log-probs by the weights at the start of the step
+    reference: Float32Array | None = None  # log-probs by the frozen reference model
+    values: Float32Array | None = None  # the critic's, of the state before each token
+    returns: Float32Array | None = None  # what the critic is to learn
+    eligible: BoolArray | None = None  # trainable tokens that the algorithm does not leave out
 
     def __post_init__(self) -> None:
         total = int(self.boundaries[-1])
-        for array in (self.token_ids, self.loss_mask, self.behaviour, self.versions, self.advantages):
-            assert array.shape == (total,), (array.shape, total)
-        assert self.proximal is None or self.proximal.shape == (total,)
+        for name, array in self._per_token().items():
+            assert array is None or array.shape == (total,), (name, array.shape, total)
+        assert self.truncated is None or self.truncated.shape == (self.num_sequences,)
+
+    def _per_token(self) -> dict[str, NDArray[Any] | None]:
+        names = (field.name for field in fields(self) if field.name not in ("boundaries", "truncated"))
+        return {name: getattr(self, name) for name in names}
 
     @property
     def lengths(self) -> Int32Array:
@@ -320,14 +330,12 @@ class Batch:
         starts, ends = self.boundaries[:-1], self.boundaries[1:]
         spans = [np.arange(starts[s], ends[s]) for s in sequences]
         index = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
-        return Batch(
-            token_ids=self.token_ids[index],
-            loss_mask=self.loss_mask[index],
-            behaviour=self.behaviour[index],
-            versions=self.versions[index],
-            advantages=self.advantages[index],
+        chosen = {name: None if array is None else array[index] for name, array in self._per_token().items()}
+        return replace(
+            self,
             boundaries=np.cumsum([0, *(len(s) for s in spans)], dtype=np.int32),
-            proximal=None if self.proximal is None else self.proximal[index],
+            truncated=None if self.truncated is None else self.truncated[list(sequences)],
+            **chosen,  # type: ignore[arg-type]
         )
 
     def per_sequence(self, values: Float32Array) -> list[Float32Array]:

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_hpc.algorithms.losses import LossInputs, LossOutput
+from areal_hpc.algorithms.objective import LossInputs, LossOutput
 from areal_hpc.algorithms.stats import fraction_of
 from areal_hpc.buffer.memory import MemoryRing, MemoryWriter
 from areal_hpc.config.algorithm import AlgorithmConfig

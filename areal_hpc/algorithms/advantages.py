@@ -1,6 +1,7 @@
 """Rewards to advantages: penalty, scale, normalise. Float64 throughout; one number for each trajectory.
 
-    reward --overlong penalty--> --(r + bias) * scale, clipped--> --reward_norm--> --adv_norm--> advantage
+    reward --overlong penalty--> --(r + bias) * scale, clipped--> --reward_norm--> shaped reward
+    shaped reward --adv_norm--> advantage of all its tokens, or --returns.py--> an advantage for each token
 
 Statistics are over *samples*: an episode is one sample however many branches (trajectories) it was recorded as, and
 groups are known by their ids, so a group that lost a member shifts nobody else's.
@@ -40,6 +41,12 @@ class AdvantageInputs:
         shapes = {a.shape for a in (self.rewards, self.groups, self.generated, self.truncated, self.episodes)}
         assert shapes == {(self.rewards.size,)}, shapes
 
+    @property
+    def samples(self) -> IntArray:
+        """A number for each episode of each group: trajectories that share one are branches of one sample. [N]"""
+        pairs = np.stack([self.groups, self.episodes])
+        return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
+
     @classmethod
     def of(cls, refs: Sequence[GroupRef], max_new_tokens: int) -> AdvantageInputs:
         """A claim's trajectories in the order of ``refs``, from its metadata alone."""
@@ -60,15 +67,18 @@ def trajectory_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> F
     is RLOO (arXiv:2402.14740), group mean with batch deviation is Lite PPO (arXiv:2508.08221). Every token of a
     trajectory has the trajectory's advantage, so ``config.adv_norm`` weighs each trajectory by its trainable tokens.
     """
+    tokens = inputs.generated.astype(np.float64)
+    shaped = shaped_rewards(inputs, config)
+    return normalise(shaped, inputs.groups, config.adv_norm, weights=tokens, samples=inputs.samples)
+
+
+def shaped_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
+    """Rewards [N] after penalty, scale and ``config.reward_norm``; an episode counts once, however many branches."""
     rewards = inputs.rewards + overlong_penalty(inputs.generated, inputs.max_new_tokens, config.overlong)
     rewards = scale_rewards(rewards, config)
-    pairs = np.stack([inputs.groups, inputs.episodes])
-    _, samples, branches = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
-    samples = samples.reshape(-1)
-    share = 1.0 / branches[samples]
-    advantages = normalise(rewards, inputs.groups, config.reward_norm, weights=share, samples=samples)
-    tokens = inputs.generated.astype(np.float64)
-    return normalise(advantages, inputs.groups, config.adv_norm, weights=tokens, samples=samples)
+    samples = inputs.samples
+    share = 1.0 / np.bincount(samples)[samples]
+    return normalise(rewards, inputs.groups, config.reward_norm, weights=share, samples=samples)
 
 
 def overlong_penalty(generated: IntArray, max_new_tokens: int, config: OverlongConfig) -> Float64Array:

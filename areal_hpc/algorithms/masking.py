@@ -15,8 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_hpc.algorithms.kl import estimate
 from areal_hpc.algorithms.stats import Stats, fraction_of, max_of, mean_of
-from areal_hpc.config.algorithm import Aggregation, Metric, RejectionAction, RejectionConfig, RejectionLevel
+from areal_hpc.config.algorithm import (
+    Aggregation,
+    KlEstimator,
+    Metric,
+    RejectionAction,
+    RejectionConfig,
+    RejectionLevel,
+)
 
 CERTAIN = -(2.0**-24)
 """The largest log-prob that means what it says: float32 log-softmax rounds 1 - p away where it is below 2^-24."""
@@ -63,9 +71,9 @@ def reject(
     return _rejection(kept & weight.isfinite(), weight, mask, inside)
 
 
-def accept(mask: Tensor, dtype: torch.dtype = torch.float32) -> Rejection:
-    """Every trainable token with weight 1: no correction."""
-    return _rejection(mask, torch.ones(mask.shape, dtype=dtype, device=mask.device), mask, mask)
+def accept(eligible: Tensor, mask: Tensor, dtype: torch.dtype = torch.float32) -> Rejection:
+    """Every eligible one of the trainable tokens with weight 1: no correction."""
+    return _rejection(eligible, torch.ones(mask.shape, dtype=dtype, device=mask.device), mask, eligible)
 
 
 def log_difference(first: Tensor, second: Tensor) -> Tensor:
@@ -76,17 +84,17 @@ def log_difference(first: Tensor, second: Tensor) -> Tensor:
 def kl_divergence(metric: Metric, proximal: Tensor, behaviour: Tensor) -> Tensor:
     """The KL metric of each token [T].
 
-    With d = proximal - behaviour, k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d: estimates of KL(proximal || behaviour)
-    in form, although the tokens come from the behaviour policy. binary_kl: see ``binary_kl``.
+    k1, k2, k3 are those of ``kl.estimate`` on d = proximal - behaviour: estimates of KL(proximal || behaviour) in form,
+    although the tokens come from the behaviour policy. binary_kl: see ``binary_kl``.
     """
     difference = log_difference(proximal, behaviour)
     match metric:
         case Metric.KL_K1:
-            return difference
+            return estimate(difference, KlEstimator.K1)
         case Metric.KL_K2:
-            return difference.square() / 2
+            return estimate(difference, KlEstimator.K2)
         case Metric.KL_K3:
-            return torch.expm1(-difference) + difference
+            return estimate(difference, KlEstimator.K3)
         case Metric.BINARY_KL:
             return torch.maximum(binary_kl(proximal, behaviour), binary_kl(behaviour, proximal))
         case Metric.RATIO:

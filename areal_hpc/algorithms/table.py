@@ -1,14 +1,18 @@
-"""The menu: a name, how its advantages are computed, its loss, and what it needs. A new algorithm is a new row."""
+"""The menu: an algorithm is its recipe (what its settings are), its advantages and its loss.
+
+A new algorithm is a new recipe, and a new loss if it needs one; one of your own is ``algorithm.loss``, no row at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from areal_hpc.algorithms.advantages import AdvantageInputs, Float64Array, trajectory_advantages
-from areal_hpc.algorithms.losses import LossInputs, LossOutput, clipped_loss
+from areal_hpc.algorithms.advantages import AdvantageInputs, Float64Array, shaped_rewards, trajectory_advantages
+from areal_hpc.algorithms.losses import cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from areal_hpc.algorithms.objective import LossInputs, LossOutput
 from areal_hpc.config.algorithm import AlgorithmConfig
-from areal_hpc.config.algorithm_checks import check_name
+from areal_hpc.config.recipes import recipe_of
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], Float64Array]
 LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutput]
@@ -16,17 +20,20 @@ LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutput]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One row. ``needs`` names the models besides the policy that must run: reference, critic, teacher."""
+    """One row.
 
-    name: str
-    advantages: AdvantageFunction
+    ``outcomes`` gives one number for each trajectory: its advantage, which all its tokens share, or with
+    ``token_level`` its shaped reward, from which token advantages follow once the batch has been through the models.
+    """
+
+    outcomes: AdvantageFunction
     loss: LossFunction
-    needs: frozenset[str] = frozenset()
+    token_level: bool
+    critic: bool
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    row.name: row for row in (Algorithm(name="grpo", advantages=trajectory_advantages, loss=clipped_loss),)
-}
+LOSSES: Mapping[str, LossFunction] = {"gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
+"""Losses of the names that do not have the clipped one."""
 
 
 def find(name: str) -> Algorithm:
@@ -35,5 +42,10 @@ def find(name: str) -> Algorithm:
     Raises:
         ConfigError: there is none; names the nearest names.
     """
-    check_name(name)
-    return ALGORITHMS[name]
+    recipe = recipe_of(name)
+    return Algorithm(
+        outcomes=shaped_rewards if recipe.token_level else trajectory_advantages,
+        loss=LOSSES.get(name, clipped_loss),
+        token_level=recipe.token_level,
+        critic=recipe.critic,
+    )

@@ -6,11 +6,15 @@ That each number by itself lies in its range is the configuration's own check. N
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
+from collections.abc import Iterator
+from dataclasses import fields
 
 from areal_hpc.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
     Level,
     Metric,
     NormConfig,
@@ -20,10 +24,8 @@ from areal_hpc.config.algorithm import (
     RejectionConfig,
     RejectionLevel,
 )
+from areal_hpc.config.recipes import READ_BY_SOME, RECIPES, Recipe, recipe_of
 from areal_hpc.errors import ConfigError
-
-NAMES = ("grpo",)
-"""Every name in ``table.ALGORITHMS``."""
 
 
 def check_algorithm(config: AlgorithmConfig, group_size: int, max_staleness: int) -> None:
@@ -32,24 +34,16 @@ def check_algorithm(config: AlgorithmConfig, group_size: int, max_staleness: int
     Raises:
         ConfigError: names the keys and says what to set instead.
     """
-    check_name(config.name)
+    recipe = recipe_of(config.name)
+    _check_reads(config, recipe)
+    _check_kl(config, recipe)
+    _check_gae(config, recipe)
     _check_rewards(config)
     _check_norm("algorithm.reward_norm", config.reward_norm)
     _check_norm("algorithm.adv_norm", config.adv_norm)
     _check_signal(config, group_size)
     _check_correction(config, max_staleness)
     check_rejection(config.rejection_sampling)
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that is not in the table.
-
-    Raises:
-        ConfigError: names the nearest names.
-    """
-    if name not in NAMES:
-        near = get_close_matches(name, NAMES, cutoff=0.4) or NAMES
-        raise ConfigError(f"algorithm.name: there is no {name!r}; use {' or '.join(near)}")
 
 
 def check_rejection(config: RejectionConfig) -> None:
@@ -78,12 +72,70 @@ def check_rejection(config: RejectionConfig) -> None:
         raise ConfigError(f"{key}.agg does nothing at {key}.level = token; remove it, or set level to sequence")
 
 
+def _check_reads(config: AlgorithmConfig, recipe: Recipe) -> None:
+    """A knob that the algorithm does not read does nothing. What a loss of one's own reads, nobody here knows."""
+    default = AlgorithmConfig()
+    for name in READ_BY_SOME:
+        if name in recipe.reads or (config.loss and name not in ("gae", "critic")):
+            continue
+        if getattr(config, name) != getattr(default, name):
+            readers = [other for other, row in RECIPES.items() if name in row.reads]
+            raise ConfigError(
+                f"algorithm.{name} does nothing with algorithm.name = {config.name}; remove it, or set "
+                f"algorithm.name to {' or '.join(readers)}"
+            )
+
+
+def _check_kl(config: AlgorithmConfig, recipe: Recipe) -> None:
+    kl, key = config.kl, "algorithm.kl"
+    if kl.coef == 0:
+        if idle := sorted(_set_by_hand(config, recipe)):
+            raise ConfigError(f"{', '.join(idle)} does nothing with {key}.coef = 0; remove it, or set {key}.coef")
+        return
+    if kl.target is None and kl.horizon != KlConfig().horizon:
+        raise ConfigError(f"{key}.horizon does nothing without {key}.target; remove it, or set {key}.target")
+    if kl.place is KlPlace.REWARD and not recipe.token_level:
+        levels = [name for name, row in RECIPES.items() if row.token_level]
+        raise ConfigError(
+            f"{key}.place = reward needs an advantage for each token, and algorithm.name = {config.name} has one for "
+            f"each trajectory; set {key}.place to loss, or algorithm.name to {' or '.join(levels)}"
+        )
+    if kl.place is KlPlace.LOSS and kl.estimator is KlEstimator.K1:
+        raise ConfigError(
+            f"{key}.estimator = k1 has a gradient of mean 0 as a loss, so it holds nothing; set it to k2 or k3"
+        )
+
+
+def _set_by_hand(config: AlgorithmConfig, recipe: Recipe) -> Iterator[str]:
+    """Keys of the KL section that differ from their default and are not of the recipe."""
+    for field in fields(KlConfig):
+        name = f"algorithm.kl.{field.name}"
+        if name not in recipe.usual and getattr(config.kl, field.name) != getattr(KlConfig(), field.name):
+            yield name
+
+
+def _check_gae(config: AlgorithmConfig, recipe: Recipe) -> None:
+    gae = config.gae
+    if gae.alpha is not None and gae.lam not in (1.0, recipe.usual.get("algorithm.gae.lam")):
+        raise ConfigError("algorithm.gae.lam does nothing with algorithm.gae.alpha, which makes lambda; remove either")
+    if recipe.token_level and config.adv_norm.leave_one_out:
+        raise ConfigError(
+            f"algorithm.adv_norm.leave_one_out leaves out trajectories, and algorithm.name = {config.name} normalises "
+            "tokens; remove it"
+        )
+
+
 def _check_rewards(config: AlgorithmConfig) -> None:
     if config.reward_scale == 0:
         raise ConfigError("algorithm.reward_scale = 0 makes every reward equal; set another number")
     overlong = config.overlong
     if overlong.tokens == 0 and overlong.factor != OverlongConfig().factor:
         raise ConfigError("algorithm.overlong.factor does nothing while algorithm.overlong.tokens is 0; set tokens")
+    if config.name == "dapo" and overlong.tokens == 0:
+        raise ConfigError(
+            "algorithm.name = dapo penalises long answers: set algorithm.overlong.tokens, such as a fifth of "
+            "rollout.sampling.max_new_tokens; without a penalty, it is grpo with algorithm.clip_high = 0.28"
+        )
     if overlong.tokens > 0 and overlong.factor == 0:
         raise ConfigError("algorithm.overlong.factor = 0 penalises nothing; raise it, or remove algorithm.overlong")
 
@@ -115,13 +167,24 @@ def _check_signal(config: AlgorithmConfig, group_size: int) -> None:
 
 def _check_correction(config: AlgorithmConfig, max_staleness: int) -> None:
     """Off-policy data needs a correction; a correction that is set needs the switch that uses it."""
+    if config.decoupled and config.proximal is ProximalMethod.BEHAVIOUR:
+        raise ConfigError(
+            "algorithm.proximal = behaviour makes every behaviour weight of algorithm.decoupled 1; set decoupled to "
+            "false (plain PPO around the behaviour policy), or proximal to recompute"
+        )
+    if config.m2_threshold is not None and config.proximal is not ProximalMethod.RECOMPUTE:
+        raise ConfigError(
+            "algorithm.m2_threshold chooses tokens before the step by recomputed log-probs; set algorithm.proximal "
+            "to recompute"
+        )
     if config.dual_clip is not None and config.proximal is ProximalMethod.REUSE:
         raise ConfigError(
             "algorithm.dual_clip does nothing with algorithm.proximal = reuse, where the ratio is always 1; remove it"
         )
     if config.decoupled:
         return
-    if max_staleness > 0:
+    corrected = config.proximal is ProximalMethod.BEHAVIOUR or config.m2_threshold is not None
+    if max_staleness > 0 and not corrected:
         raise ConfigError(
             f"buffer.max_staleness = {max_staleness} trains on tokens of older weights, which algorithm.decoupled = "
             "false does not correct for; set algorithm.decoupled to true or buffer.max_staleness to 0"

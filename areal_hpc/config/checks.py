@@ -36,7 +36,7 @@ def check_not_empty(config: Config) -> Iterator[str]:
 
 
 def check_dotted_paths(config: Config) -> Iterator[str]:
-    for name in ("model.maker", "rollout.reward", "rollout.workflow"):
+    for name in ("model.maker", "rollout.reward", "rollout.workflow", "algorithm.loss"):
         path = value_of(config, name)
         if path and not DOTTED_PATH.fullmatch(path):
             yield f"{name}: {path!r} is no dotted path; write it as module:name"

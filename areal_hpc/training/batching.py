@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from areal_hpc.types import Batch, Trajectory
+from areal_hpc.types import Batch, StopReason, Trajectory
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -91,6 +91,7 @@ def pack(trajectories: Sequence[Trajectory], advantages: ArrayLike) -> Batch:
         versions=_concatenate([t.versions for t in trajectories], np.int32),
         advantages=np.where(loss_mask, np.repeat(per_sequence, lengths), np.float32(0)),
         boundaries=np.cumsum([0, *lengths], dtype=np.int32),
+        truncated=np.array([t.stop is StopReason.LENGTH for t in trajectories], dtype=np.bool_),
     )
 
 

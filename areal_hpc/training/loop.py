@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 
 from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
-from areal_hpc.config.algorithm import AlgorithmConfig, ProximalMethod
+from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.protocols import RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
+from areal_hpc.training.credit import assess
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import (
     Batch,
@@ -167,12 +168,11 @@ class TrainingLoop:
         time.sleep(CLAIM_POLL_S)
 
     def prepare(self, refs: Sequence[GroupRef]) -> tuple[list[Batch], list[GroupRef]]:
-        """This rank's minibatches with advantages and proximal log-probs, and the groups that all ranks can read."""
+        """This rank's minibatches with all that the loss needs of them, and the groups that all ranks can read."""
         began = self.clock()
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
-        advantages = find(self.algorithm.name).advantages(
-            AdvantageInputs.of(refs, self.pace.max_new_tokens), self.algorithm
-        )
+        inputs = AdvantageInputs.of(refs, self.pace.max_new_tokens)
+        outcomes = find(self.algorithm.name).outcomes(inputs, self.algorithm)
         plan = plan_step(
             lengths=[length for ref in refs for length in ref.lengths],
             generated=[count for ref in refs for count in ref.generated],
@@ -182,20 +182,14 @@ class TrainingLoop:
         )
         mine = [minibatch[self.ranks.rank] for minibatch in plan]
         groups, damaged = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
-        minibatches, proximal = [], dict[int, Float32Array]()
-        for share in mine:
-            readable = [index for index in share if owners[index][0] in groups]
-            trajectories: list[Trajectory] = [
-                groups[group].trajectories[place] for group, place in (owners[index] for index in readable)
-            ]
-            batch = pack(trajectories, np.asarray(advantages)[readable])
-            if self.algorithm.proximal is ProximalMethod.RECOMPUTE:
-                logprobs = self.backend.logprobs(batch)
-                batch = batch.with_proximal(logprobs)
-                proximal.update(zip(readable, batch.per_sequence(logprobs), strict=True))
-            minibatches.append(batch)
+        trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
+        readable = [[i for i in share if i in trajectories] for share in mine]
+        minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in readable]
+        minibatches = assess(
+            minibatches, [outcomes[share] for share in readable], self.backend, self.algorithm, self.ranks
+        )
         if self.archive is not None:
-            self.archive(self._made_of(refs, damaged, advantages, proximal))
+            self.archive(self._made_of(refs, damaged, outcomes, _proximal(readable, minibatches)))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
 
@@ -203,14 +197,14 @@ class TrainingLoop:
         self,
         refs: Sequence[GroupRef],
         damaged: NDArray[np.bool_],
-        advantages: NDArray[np.float64],
+        outcomes: NDArray[np.float64],
         proximal: Mapping[int, Float32Array],
     ) -> TrainedStep:
         return TrainedStep(
             version=WeightVersion(self.epoch, self.step + 1),
             refs=tuple(refs),
             readable=tuple(not bad for bad in damaged.tolist()),
-            advantages=advantages.astype(np.float32),
+            advantages=outcomes.astype(np.float32),
             proximal=proximal,
         )
 
@@ -292,3 +286,13 @@ class TrainingLoop:
                 **stats,
             },
         )
+
+
+def _proximal(shares: Sequence[Sequence[int]], minibatches: Sequence[Batch]) -> dict[int, Float32Array]:
+    """The proximal log-probs of each trajectory of this rank, where they were computed."""
+    return {
+        index: logprobs
+        for share, batch in zip(shares, minibatches, strict=True)
+        if batch.proximal is not None
+        for index, logprobs in zip(share, batch.per_sequence(batch.proximal), strict=True)
+    }

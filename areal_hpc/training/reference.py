@@ -29,22 +29,23 @@ from torch.nn.functional import linear
 
 from areal_hpc import accelerator
 from areal_hpc.algorithms import table
+from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.logprobs import token_logprobs
-from areal_hpc.algorithms.losses import LossInputs
+from areal_hpc.algorithms.objective import LossInputs
 from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
-from areal_hpc.training.batching import microbatches
+from areal_hpc.training.critic import Critic
 from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer, follow_umask
+from areal_hpc.training.forward import forward, parts, sequence_of_token
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.snapshot import HostCopy, write_tensors
 from areal_hpc.types import Batch, Float32Array
-from areal_hpc.waits import advance
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,7 +95,26 @@ class ReferenceBackend:
         self._model = load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
+        self.kl_coef = algorithm.kl.coef
+        self._reference = None if algorithm.kl.coef == 0 else self._frozen(algorithm.kl.reference, dtype)
+        self._critic = self._make_critic(dtype) if table.find(algorithm.name).critic else None
         self._seed_rank()
+
+    def _frozen(self, path: str, dtype: Dtype) -> Any:
+        """The reference model, rounded to ``dtype`` as the policy is: equal weights must give equal log-probs."""
+        model = load_model(Path(path) if path else self._source)
+        return model.to(self._device, getattr(torch, dtype)).requires_grad_(False)
+
+    def _make_critic(self, dtype: Dtype) -> Critic:
+        config = self._algorithm.critic
+        return Critic(
+            load_model(Path(config.path) if config.path else self._source).get_decoder().to(self._device),
+            config=config,
+            optimizer=self._config.optimizer,
+            dtype=getattr(torch, dtype),
+            tokens_per_microbatch=self._config.tokens_per_microbatch,
+            group=self._ranks.group,
+        )
 
     def _seed_rank(self) -> None:
         torch.manual_seed(self._seed + self._ranks.rank + 1_000_003 * self._step)
@@ -103,42 +123,37 @@ class ReferenceBackend:
 
     def logprobs(self, batch: Batch) -> Float32Array:
         """Log-probs [T] of the trainable tokens by the weights as they are; 0.0 elsewhere."""
+        return self._logprobs_of(self._model, batch)
+
+    def reference_logprobs(self, batch: Batch) -> Float32Array:
+        """Log-probs [T] of the trainable tokens by the frozen reference model; 0.0 elsewhere."""
+        assert self._reference is not None, "the algorithm has no reference model"
+        return self._logprobs_of(self._reference, batch)
+
+    def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]:
+        """The critic's values [T] before trainable tokens, and [S] after each sequence; see ``Critic.values``."""
+        assert self._critic is not None, "the algorithm has no critic"
+        return self._critic.values(batch)
+
+    @torch.no_grad()
+    def _logprobs_of(self, model: Any, batch: Batch) -> Float32Array:
         result = np.zeros(batch.token_ids.size, dtype=np.float32)
-        with torch.no_grad():
-            for part, where in self._microbatches(batch):
-                result[where[part.loss_mask]] = self._forward(part)[0].cpu().numpy()
+        for part, where in parts(batch, self._config.tokens_per_microbatch):
+            result[where[part.loss_mask]] = self._forward(model, part)[0].cpu().numpy()
         return result
 
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[Batch, np.ndarray[Any, np.dtype[np.int64]]]]:
-        """Parts of the batch and where their tokens stand in it; sequences without a trainable token are left out."""
-        mask, starts = batch.loss_mask, batch.boundaries[:-1]
-        assert not mask[starts[batch.lengths > 0]].any(), "no model predicts the first token of a sequence"
-        trains = [s for s in range(batch.num_sequences) if mask[starts[s] : batch.boundaries[s + 1]].any()]
-        lengths = batch.lengths[trains]
-        for chosen in microbatches(lengths, self._config.tokens_per_microbatch, padded=True):
-            sequences = [trains[i] for i in chosen]
-            where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
-            yield batch.select(sequences), where
-            advance("micro-batches")
-
-    def _forward(self, batch: Batch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, model: Any, batch: Batch, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob and entropy [N] of the trainable tokens in the order they stand in."""
-        rows = np.repeat(np.arange(batch.num_sequences), batch.lengths)  # [T]
-        columns = np.arange(rows.size) - batch.boundaries[rows]  # [T]
-        shape = (batch.num_sequences, int(batch.lengths.max()))
-        token_ids, attended = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        token_ids[rows, columns], attended[rows, columns] = batch.token_ids, 1
-        hidden = self._model.get_decoder()(
-            input_ids=self._tensor(token_ids), attention_mask=self._tensor(attended), use_cache=False
-        ).last_hidden_state  # [S, W, H]
-        rows, columns = rows[batch.loss_mask], columns[batch.loss_mask]
-        predicting = hidden[self._tensor(rows), self._tensor(columns - 1)]  # [N, H]
-        targets = self._tensor(token_ids[rows, columns])
-        head = self._model.get_output_embeddings().weight  # [V, H]
+        run = forward(model.get_decoder(), batch, self._device)
+        predicting, targets = run.before(batch.loss_mask), run.targets(batch.loss_mask)
+        head = model.get_output_embeddings().weight  # [V, H]
         return token_logprobs(predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=with_entropy)
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _tensor_or_none(self, array: np.ndarray[Any, Any] | None) -> Tensor | None:
+        return None if array is None else self._tensor(array)
 
     # Training
 
@@ -148,22 +163,27 @@ class ReferenceBackend:
         A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
         """
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
-        counts = self._ranks.gather([batch.num_trainable for batch in minibatches])
-        totals = [sum(of_ranks) for of_ranks in zip(*counts, strict=True)]  # what each loss is divided by
-        parts: list[Stats] = []
+        totals = self._sums([batch.num_trainable for batch in minibatches])
+        divisors = self._divisors(minibatches, totals)
+        stats: list[Stats] = []
         norms: list[float] = []
-        for batch, total in zip(minibatches, totals, strict=True):
+        for batch, total, divisor in zip(minibatches, totals, divisors, strict=True):
             if total == 0:
                 continue
             self._optimizer.zero_grad()
-            parts += [self._backward(part, total) for part, _ in self._microbatches(batch)]
+            stats += [self._backward(part, divisor) for part, _ in parts(batch, self._config.tokens_per_microbatch)]
             self._optimizer.reduce(self._ranks.group)
             norms.append(self._optimizer.step(lr))
-        self._step += 1
         applied = [norm for norm in norms if math.isfinite(norm)]
+        reduced = self._reduced(stats)
+        self.kl_coef = adapted(self.kl_coef, reduced.get("reference_kl", math.nan), self._algorithm.kl)
+        learned = self._train_critic(minibatches, totals, lr)
+        self._step += 1
         return {
             "loss": math.nan,  # unless something was trained on
-            **self._reduced(parts),
+            **reduced,
+            **learned,
+            **({} if self._reference is None else {"kl_coef": self.kl_coef}),
             "lr": lr,
             "grad_norm": sum(applied) / len(applied) if applied else math.nan,
             "trainable_tokens": float(sum(totals)),
@@ -172,23 +192,45 @@ class ReferenceBackend:
             "skipped_empty": float(len(minibatches) - len(norms)),
         }
 
-    def _backward(self, batch: Batch, total: int) -> Stats:
-        """Add one micro-batch's gradient of (sum of its token losses / total)."""
-        logprobs, entropy = self._forward(batch, with_entropy=True)
+    def _sums(self, numbers: Sequence[int]) -> list[int]:
+        """Each number summed over the ranks."""
+        return [sum(of_ranks) for of_ranks in zip(*self._ranks.gather(list(numbers)), strict=True)]
+
+    def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
+        """What the sum of each minibatch's token losses is divided by: its trainable tokens, or a constant for each
+        trajectory, so that a long answer does not weigh less token by token (Dr. GRPO, arXiv:2503.20783).
+        """
+        if self._algorithm.length_normaliser == 0:
+            return list(totals)
+        sequences = self._sums([batch.num_sequences for batch in minibatches])
+        return [count * self._algorithm.length_normaliser for count in sequences]
+
+    def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        stats, norms = self._critic.train(minibatches, totals, lr)
+        return {**self._reduced(stats), "value_grad_norm": sum(norms) / len(norms) if norms else math.nan}
+
+    def _backward(self, batch: Batch, divisor: int) -> Stats:
+        """Add one micro-batch's gradient of (sum of its token losses / divisor)."""
+        logprobs, entropy = self._forward(self._model, batch, with_entropy=True)
         assert entropy is not None
         mask = self._tensor(batch.loss_mask)
         inputs = LossInputs(
             current=logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs),
-            proximal=None if batch.proximal is None else self._tensor(batch.proximal),
+            proximal=self._tensor_or_none(batch.proximal),
             behaviour=self._tensor(batch.behaviour),
             advantages=self._tensor(batch.advantages),
             mask=mask,
-            segments=self._tensor(np.repeat(np.arange(batch.num_sequences), batch.lengths)),
+            segments=self._tensor(sequence_of_token(batch)),
             versions=self._tensor(batch.versions),
             version_now=self._step + 1,
+            reference=self._tensor_or_none(batch.reference),
+            eligible=self._tensor_or_none(batch.eligible),
+            kl_coef=self.kl_coef,
         )
         output = self._loss(inputs, self._algorithm)
-        (output.per_token.sum() / total).backward()  # type: ignore[no-untyped-call]
+        (output.per_token.sum() / divisor).backward()  # type: ignore[no-untyped-call]
         return {
             **output.stats,
             "loss": mean_of(output.per_token, mask),
@@ -227,11 +269,14 @@ class ReferenceBackend:
             return lambda path: publish_json(path / _streams_name(rank), streams)
         masters = self._host_masters.take(self._optimizer.masters)
         moments = self._host_moments.take(self._optimizer.state_dict())
-        progress = {"step": self._step, "num_updates": self._optimizer.num_updates}
+        progress = {"step": self._step, "num_updates": self._optimizer.num_updates, "kl_coef": self.kl_coef}
+        write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
             write_tensors(masters, path / "model.safetensors")
             write_tensors(moments, path / "optimizer.safetensors")
+            if write_critic is not None:
+                write_critic(path)
             publish_json(path / "trainer.json", progress)
             publish_json(path / _streams_name(rank), streams)
 
@@ -252,7 +297,9 @@ class ReferenceBackend:
             for name in ("model.safetensors", "optimizer.safetensors")
         )
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
-        self._step = progress["step"]
+        self._step, self.kl_coef = progress["step"], progress["kl_coef"]
+        if self._critic is not None:
+            self._critic.load(path)
         streams = path / _streams_name(self._ranks.rank)
         if streams.is_file():
             restore_rng(read_json(streams), self._device)  # last: whatever comes before may draw numbers

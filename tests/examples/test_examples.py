@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from areal_hpc.algorithms.advantages import AdvantageInputs, trajectory_advantages
-from areal_hpc.algorithms.losses import LossInputs, clipped_loss
+from areal_hpc.algorithms.losses import clipped_loss
+from areal_hpc.algorithms.objective import LossInputs
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_hpc.algorithms.table import ALGORITHMS, find
+from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
@@ -22,7 +22,7 @@ from areal_hpc.config.algorithm import (
     RejectionConfig,
     RejectionLevel,
 )
-from areal_hpc.config.algorithm_checks import NAMES, check_algorithm, check_rejection
+from areal_hpc.config.algorithm_checks import check_algorithm, check_rejection
 from areal_hpc.errors import ConfigError
 
 NO_NORM = NormConfig(mean=Level.NONE, std=Level.NONE)
@@ -120,11 +120,6 @@ def test_reuse_without_a_correction_is_for_one_minibatch() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.proximal = reuse"):
         check_algorithm(config, group_size=8, max_staleness=0)
     check_algorithm(replace(config, minibatches=1), group_size=8, max_staleness=0)
-
-
-def test_the_names_that_are_checked_are_the_names_in_the_table() -> None:
-    assert tuple(ALGORITHMS) == NAMES
-    assert all(find(name).name == name for name in NAMES)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:

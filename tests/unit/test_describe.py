@@ -89,13 +89,18 @@ buffer.segment_mb: float
 buffer.commit_s: float
 buffer.min_free_mb: float
 algorithm.name: str
+algorithm.loss: str
 algorithm.groups_per_step: int
 algorithm.minibatches: int
 algorithm.clip_low: float
 algorithm.clip_high: float
 algorithm.dual_clip: float or null
+algorithm.length_normaliser: int
+algorithm.sapo_tau_positive: float
+algorithm.sapo_tau_negative: float
+algorithm.m2_threshold: float or null
 algorithm.decoupled: bool
-algorithm.proximal: recompute | loglinear | reuse
+algorithm.proximal: recompute | loglinear | reuse | behaviour
 algorithm.rejection_sampling.metric: ratio | kl_k1 | kl_k2 | kl_k3 | binary_kl
 algorithm.rejection_sampling.level: token | sequence
 algorithm.rejection_sampling.action: mask | clamp
@@ -117,6 +122,19 @@ algorithm.adv_norm.std: none | group | batch
 algorithm.adv_norm.leave_one_out: bool
 algorithm.adv_norm.unbiased: bool
 algorithm.adv_norm.eps: float
+algorithm.gae.level: token | turn
+algorithm.gae.discount: float
+algorithm.gae.lam: float
+algorithm.gae.alpha: float or null
+algorithm.kl.coef: float
+algorithm.kl.place: reward | loss
+algorithm.kl.estimator: k1 | k2 | k3
+algorithm.kl.reference: str
+algorithm.kl.target: float or null
+algorithm.kl.horizon: int
+algorithm.critic.path: str
+algorithm.critic.lr_scale: float
+algorithm.critic.value_clip: float
 generation.backend: embedded | sglang | vllm
 generation.replicas: int
 generation.tensor_parallel: int

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.algorithms.losses import LossInputs, LossOutput, clipped_loss, loglinear_proximal, proximal_logprobs
+from areal_hpc.algorithms.losses import clipped_loss
+from areal_hpc.algorithms.objective import LossInputs, LossOutput, loglinear_proximal, proximal_logprobs
 from areal_hpc.algorithms.stats import finish, merge
 from areal_hpc.config.algorithm import (
     Aggregation,
@@ -289,6 +290,7 @@ def test_proximal_methods() -> None:
         ProximalMethod.RECOMPUTE: -2.0,
         ProximalMethod.LOGLINEAR: -2.5,  # half way: version 3 sampled, 4 is proximal, 5 is being made
         ProximalMethod.REUSE: -1.0,
+        ProximalMethod.BEHAVIOUR: -4.0,
     }
     assert not any(value.requires_grad for value in values.values())
 

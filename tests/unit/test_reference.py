@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from areal_hpc.algorithms.losses import LossInputs, LossOutput
+from areal_hpc.algorithms.objective import LossInputs, LossOutput
 from areal_hpc.algorithms.stats import mean_of
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import Dtype, OptimizerConfig, Schedule, TrainerConfig

@@ -244,4 +244,10 @@ def test_a_layout_is_checked_like_what_it_stands_for() -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: path.name)
 def test_every_configuration_in_the_repository_fits(path: Path) -> None:
-    assert value_of(resolve(load([path]), stated([path])), "name")
+    """Its first comment is the command that runs it, with the files that it is a layer over."""
+    command = path.read_text(encoding="utf-8").splitlines()[0].split()
+    assert command[:3] == ["#", "areal-hpc", "run"]
+    paths = [ROOT / word for word in command[3:] if word.endswith(".yaml")]
+    overrides = [word for word in command[3:] if not word.endswith(".yaml")]
+    assert path in paths
+    assert value_of(resolve(load(paths, overrides), stated(paths, overrides)), "name")

@@ -21,7 +21,7 @@ from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import make_clients
+from areal_hpc.roles.wiring.engines import dotted, make_clients
 from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
@@ -83,6 +83,7 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
         seed=config.seed,
         group=ranks.group,
         device=ranks.device,
+        loss=dotted(config.algorithm.loss, "algorithm.loss") if config.algorithm.loss else None,
     )
 
 
