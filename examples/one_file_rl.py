@@ -44,9 +44,8 @@ from areal_hpc.types import GenerationRequest, Prompt, Sampling, Trajectory, Tra
 from areal_hpc.weights.disk import DiskTransport
 
 TASK = PromptsConfig(train="areal_hpc.tasks.sort_digits:SortDigits", eval="areal_hpc.tasks.sort_digits:SortDigits")
-SAMPLING = Sampling(max_new_tokens=16)
+SAMPLING, GROUP_SIZE = Sampling(max_new_tokens=16), 8
 ALGORITHM = AlgorithmConfig(groups_per_step=16, minibatches=2, clip_low=0.2, clip_high=0.28)
-GROUP_SIZE = 8
 
 
 def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
