@@ -172,10 +172,11 @@ def _check_correction(config: AlgorithmConfig, max_staleness: int) -> None:
             "algorithm.proximal = behaviour makes every behaviour weight of algorithm.decoupled 1; set decoupled to "
             "false (plain PPO around the behaviour policy), or proximal to recompute"
         )
-    if config.m2_threshold is not None and config.proximal is not ProximalMethod.RECOMPUTE:
+    alone = config.proximal is ProximalMethod.RECOMPUTE and not config.decoupled
+    if config.m2_threshold is not None and not alone:
         raise ConfigError(
-            "algorithm.m2_threshold chooses tokens before the step by recomputed log-probs; set algorithm.proximal "
-            "to recompute"
+            "algorithm.m2_threshold chooses tokens itself, before the step and by recomputed log-probs; set "
+            "algorithm.proximal to recompute and algorithm.decoupled to false"
         )
     if config.dual_clip is not None and config.proximal is ProximalMethod.REUSE:
         raise ConfigError(

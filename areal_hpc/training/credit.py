@@ -109,9 +109,13 @@ def _placed(of_trainable: NDArray[np.float64], batch: Batch) -> NDArray[np.float
 def _within_second_moment(batches: Sequence[Batch], threshold: float, ranks: Ranks) -> list[Batch]:
     """Leave out the tokens whose policies differ most, until the mean square of the rest is below the threshold."""
     squares = [_squared_log_ratio(batch) for batch in batches]
-    finite = [square[np.isfinite(square)] for square in squares]
-    bound = second_moment_bound(np.concatenate([np.zeros(0, np.float32), *finite]), threshold, ranks.gather)
-    return [replace(batch, eligible=square <= bound) for batch, square in zip(batches, squares, strict=True)]
+    finite = [np.isfinite(square) for square in squares]
+    known = [square[where] for square, where in zip(squares, finite, strict=True)]
+    bound = second_moment_bound(np.concatenate([np.zeros(0, np.float32), *known]), threshold, ranks.gather)
+    return [
+        replace(batch, eligible=where & (square <= bound))
+        for batch, square, where in zip(batches, squares, finite, strict=True)
+    ]
 
 
 def _squared_log_ratio(batch: Batch) -> NDArray[np.float32]:

@@ -21,7 +21,11 @@ from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.training import make_backend
+from areal_hpc.training.batching import pack
+from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
+from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -126,7 +130,27 @@ def test_the_layer_of_own_workflow_fits_the_quickstart(monkeypatch: pytest.Monke
     assert [reward(text, "1 2", None) for text in (r"\boxed{1 2}", r"\boxed{2 1}", "1 2")] == [1.0, 0.2, 0.0]
 
 
-@pytest.mark.parametrize(("script", "limit"), [("one_file_rl.py", 200), ("own_workflow.py", 80)])
+def test_own_algorithm_passes_its_own_tests_and_is_found_by_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Through the same door as a run's trainer: the loss of the configuration is the one that trains."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(EXAMPLES / "own_algorithm.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    make_model(tmp_path / "model", "qwen3", seed=0, hidden_size=32, intermediate_size=48)
+    paths = [ROOT / "configs" / "quickstart.yaml", EXAMPLES / "own_algorithm.yaml"]
+    config = resolve(load(paths, [f"model.path={tmp_path}/model"]))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    backend = make_backend(config, Ranks())
+    batch = pack([_trajectory(1.0), _trajectory(0.0)], np.array([1.0, -1.0]))
+    stats = backend.train_step([batch.with_proximal(backend.logprobs(batch))])
+    assert stats["trust"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "limit"), [("one_file_rl.py", 200), ("own_workflow.py", 80), ("own_algorithm.py", 80)]
+)
 def test_the_examples_stay_short(script: str, limit: int) -> None:
     assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) <= limit
 

@@ -14,9 +14,19 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import ProcessGroup
 
-from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.algorithm import (
+    AlgorithmConfig,
+    GaeConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    Level,
+    NormConfig,
+)
 from areal_hpc.config.schema import Dtype, OptimizerConfig, TrainerConfig
 from areal_hpc.training.batching import plan_step
+from areal_hpc.training.credit import assess
+from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch
 from tests.ranks import run_ranks
@@ -49,12 +59,14 @@ def whole_batch() -> Batch:
     )
 
 
-def make(group: ProcessGroup | None, path: Path, budget: int = 48) -> ReferenceBackend:
+def make(
+    group: ProcessGroup | None, path: Path, budget: int = 48, algorithm: AlgorithmConfig | None = None
+) -> ReferenceBackend:
     optimizer = OptimizerConfig(lr=1e-3, grad_clip=1e9)
     return ReferenceBackend(
         model_path=str(path),
         dtype=Dtype.FLOAT32,
-        algorithm=AlgorithmConfig(),
+        algorithm=algorithm or AlgorithmConfig(),
         trainer=TrainerConfig(total_steps=10, tokens_per_microbatch=budget, optimizer=optimizer),
         temperature=1.0,
         seed=1,
@@ -101,6 +113,49 @@ def test_E8_any_number_of_ranks_makes_the_same_gradient(
     many = load_file(tmp_path / "many" / "optimizer.safetensors")
     for name in one:
         torch.testing.assert_close(many[name], one[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+PPO = AlgorithmConfig(
+    name="ppo",
+    adv_norm=NormConfig(mean=Level.BATCH, std=Level.BATCH),
+    gae=GaeConfig(lam=0.9),
+    kl=KlConfig(coef=0.05, place=KlPlace.REWARD, estimator=KlEstimator.K1, target=1e-6),
+)
+M2PO = AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=0.2)
+
+
+def menu(group: ProcessGroup | None, path: Path) -> list[Any]:
+    return [menu_steps(group, path, algorithm) for algorithm in (PPO, M2PO)]
+
+
+def menu_steps(group: ProcessGroup | None, path: Path, algorithm: AlgorithmConfig) -> Any:
+    """Two steps of two minibatches, as the loop makes them; what each said, the weights, the coefficient."""
+    backend, batch = make(group, path, algorithm=algorithm), whole_batch()
+    size, rank = layout(group)
+    batch = replace(batch, truncated=np.arange(NUM_SEQUENCES) % 2 == 0)
+    outcomes = np.arange(NUM_SEQUENCES) % 3 - 0.5
+    told = []
+    for step in range(2):
+        plan = [of_ranks[rank] for of_ranks in plan_step(batch.lengths, np.ones(NUM_SEQUENCES), 2, size, step)]
+        ranks = Ranks(group)
+        parts = assess([batch.select(p) for p in plan], [outcomes[p] for p in plan], backend, algorithm, ranks)
+        told.append(dict(backend.train_step(parts)))
+    values = backend.values(batch)[0].tolist() if algorithm.name == "ppo" else []
+    return told, digest(backend), values, backend.logprobs(batch), backend.kl_coef
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_E24_critic_kl_and_bounds_do_not_see_how_many_ranks_there_are(model: Path, num_ranks: int) -> None:
+    of_ranks = run_ranks(num_ranks, menu, model)
+    for alone, results in zip(menu(None, model), zip(*of_ranks, strict=True), strict=True):
+        assert len({weights for _, weights, *_ in results}) == 1
+        for told, _, values, logprobs, coef in results:
+            for found, expected in zip(told, alone[0], strict=True):
+                assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+            assert values == pytest.approx(alone[2], rel=1e-3, abs=1e-5)
+            np.testing.assert_allclose(logprobs, alone[3], rtol=1e-3, atol=1e-4)
+            assert coef == alone[4]
+    assert 0 < alone[0][0]["kept_fraction"] < 1, "the bound must leave out some tokens"
 
 
 def odd_shares(group: ProcessGroup, path: Path) -> dict[str, float]:

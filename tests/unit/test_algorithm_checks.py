@@ -13,6 +13,11 @@ from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
+    CriticConfig,
+    GaeConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
     Level,
     Metric,
     NormConfig,
@@ -52,6 +57,44 @@ BAD_ALGORITHM = {
     "algorithm.adv_norm": AlgorithmConfig(adv_norm=NormConfig(mean=Level.GROUP, std=Level.NONE)),
     "algorithm.dual_clip": AlgorithmConfig(dual_clip=3.0, proximal=ProximalMethod.REUSE),
     "algorithm.rejection_sampling.upper": AlgorithmConfig(rejection_sampling=RejectionConfig(upper=None)),
+}
+
+PPO = AlgorithmConfig(name="ppo")
+GOOD |= {
+    "ppo with a long trace": replace(PPO, gae=GaeConfig(alpha=0.05), critic=CriticConfig(lr_scale=2.0)),
+    "grpo with a kl loss": AlgorithmConfig(kl=KlConfig(coef=0.04, target=0.1, horizon=5)),
+    "a kl in the reward": AlgorithmConfig(
+        name="reinforce_pp", kl=KlConfig(coef=0.1, place=KlPlace.REWARD, estimator=KlEstimator.K1)
+    ),
+    "reinforce_pp without its kl": AlgorithmConfig(
+        name="reinforce_pp", kl=KlConfig(place=KlPlace.REWARD, estimator=KlEstimator.K1)
+    ),
+    "dapo whole": AlgorithmConfig(name="dapo", clip_high=0.28, overlong=OverlongConfig(tokens=128)),
+    "plain ppo on old data": AlgorithmConfig(decoupled=False, proximal=ProximalMethod.BEHAVIOUR),
+    "m2po on old data": AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=0.04),
+    "a loss of one's own may read anything": AlgorithmConfig(
+        loss="a:b", decoupled=False, sapo_tau_negative=2.0, m2_threshold=0.1
+    ),
+}
+BAD_ALGORITHM |= {
+    "algorithm.sapo_tau_positive": AlgorithmConfig(sapo_tau_positive=2.0),
+    "algorithm.m2_threshold": AlgorithmConfig(m2_threshold=0.04),
+    "algorithm.m2_threshold chooses": replace(GOOD["m2po on old data"], proximal=ProximalMethod.REUSE),
+    "algorithm.decoupled to false": replace(GOOD["m2po on old data"], decoupled=True),
+    "algorithm.clip_high": AlgorithmConfig(name="sapo", decoupled=False, clip_high=0.3),
+    "algorithm.dual_clip does nothing with algorithm.name = cispo": AlgorithmConfig(name="cispo", dual_clip=3.0),
+    "algorithm.gae": AlgorithmConfig(gae=GaeConfig(lam=0.9)),
+    "algorithm.critic": AlgorithmConfig(name="reinforce_pp", critic=CriticConfig(lr_scale=2.0)),
+    "algorithm.gae does nothing": AlgorithmConfig(loss="a:b", gae=GaeConfig(lam=0.9)),
+    "algorithm.gae.lam": replace(PPO, gae=GaeConfig(alpha=0.05, lam=0.5)),
+    "algorithm.kl.target": AlgorithmConfig(kl=KlConfig(target=0.1)),
+    "algorithm.kl.reference": AlgorithmConfig(kl=KlConfig(reference="models/start")),
+    "algorithm.kl.horizon": AlgorithmConfig(kl=KlConfig(coef=0.1, horizon=5)),
+    "algorithm.kl.place": AlgorithmConfig(kl=KlConfig(coef=0.1, place=KlPlace.REWARD)),
+    "algorithm.kl.estimator": AlgorithmConfig(kl=KlConfig(coef=0.1, estimator=KlEstimator.K1)),
+    "algorithm.adv_norm.leave_one_out": replace(PPO, adv_norm=NormConfig(mean=Level.BATCH, leave_one_out=True)),
+    "algorithm.overlong.tokens": AlgorithmConfig(name="dapo"),
+    "algorithm.proximal": AlgorithmConfig(proximal=ProximalMethod.BEHAVIOUR),
 }
 
 KEY = "algorithm.rejection_sampling"

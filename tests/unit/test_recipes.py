@@ -1,0 +1,96 @@
+"""What an algorithm's name sets, and what it does not let anybody set otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_hpc.algorithms.losses import cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from areal_hpc.algorithms.table import find
+from areal_hpc.config.algorithm import AlgorithmConfig, Level, Metric, OverlongConfig
+from areal_hpc.config.keys import keys, value_of
+from areal_hpc.config.recipes import READ_BY_SOME, RECIPES
+from areal_hpc.config.resolve import resolve
+from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
+from areal_hpc.errors import ConfigError
+
+PAPERS: dict[str, dict[str, Any]] = {
+    "grpo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.GROUP},
+    "dr_grpo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.NONE},
+    "rloo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.NONE, "reward_norm.leave_one_out": True},
+    "lite_ppo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.BATCH},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0},
+    "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05, "decoupled": False, "proximal": "behaviour"},
+    "m2po": {"m2_threshold": 0.04, "decoupled": False},
+    "icepop": {"rejection_sampling.lower": 0.5, "rejection_sampling.upper": 5.0},
+    "kpop": {"rejection_sampling.metric": Metric.BINARY_KL, "rejection_sampling.upper": 2.0},
+    "reinforce_pp": {"adv_norm.mean": Level.BATCH, "adv_norm.std": Level.BATCH, "kl.place": "reward"},
+    "reinforce_pp_baseline": {"reward_norm.mean": Level.GROUP, "adv_norm.std": Level.BATCH, "kl.estimator": "k2"},
+    "ppo": {"critic.value_clip": 0.5, "gae.lam": 0.95, "reward_norm.mean": Level.NONE},
+}
+
+
+def config(**algorithm: Any) -> Config:
+    if algorithm.get("name") == "dapo":
+        algorithm["overlong"] = OverlongConfig(tokens=64)
+    return Config(
+        name="small",
+        model=ModelConfig(path="models/tiny"),
+        prompts=PromptsConfig(train="train.jsonl"),
+        rollout=RolloutConfig(reward="tasks:reward"),
+        trainer=TrainerConfig(total_steps=10),
+        algorithm=AlgorithmConfig(**algorithm),
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_name_alone_is_the_algorithm_of_its_paper(name: str) -> None:
+    resolved = resolve(config(name=name))
+    for key, value in PAPERS[name].items():
+        assert value_of(resolved, f"algorithm.{key}") == value, key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_was_resolved_resolves_to_itself(name: str) -> None:
+    """A run reads the configuration that it was started with; every key of it is stated."""
+    resolved = resolve(config(name=name))
+    assert resolve(resolved, keys()) == resolved
+
+
+def test_what_is_usual_gives_way_and_what_is_fixed_does_not() -> None:
+    assert resolve(config(name="cispo", clip_high=2.0)).algorithm.clip_high == 2.0
+    stated = {"algorithm.clip_high"}  # the default, written by somebody
+    assert resolve(config(name="cispo"), stated).algorithm.clip_high == 0.2
+    changed = config(name="rloo")
+    norm = replace(changed.algorithm.reward_norm, std=Level.BATCH)
+    with pytest.raises(ConfigError, match=r"algorithm\.reward_norm\.std: batch disagrees with algorithm\.name rloo"):
+        resolve(replace(changed, algorithm=replace(changed.algorithm, reward_norm=norm)))
+    with pytest.raises(ConfigError, match=r"algorithm\.decoupled: True disagrees with algorithm\.name sapo"):
+        resolve(config(name="sapo"), {"algorithm.decoupled"})
+
+
+def test_dapo_samples_until_groups_have_variance() -> None:
+    changed = config(name="dapo")
+    keep = replace(changed.rollout.filter, zero_variance=False)
+    with pytest.raises(ConfigError, match=r"rollout\.filter\.zero_variance: False disagrees"):
+        resolve(replace(changed, rollout=replace(changed.rollout, filter=keep)))
+
+
+def test_recipes_name_keys_that_there_are_and_leave_alone_what_they_do_not_read() -> None:
+    for recipe in RECIPES.values():
+        assert set(recipe.fixed) | set(recipe.usual) <= set(keys())
+        assert not set(recipe.fixed) & set(recipe.usual)
+        assert set(recipe.reads) <= set(READ_BY_SOME)
+        set_here = {key.split(".")[1] for key in {**recipe.fixed, **recipe.usual} if key.startswith("algorithm.")}
+        assert not (set_here & set(READ_BY_SOME)) - set(recipe.reads)
+
+
+def test_each_loss_belongs_to_its_name() -> None:
+    special = {"gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
+    assert {name: find(name).loss for name in RECIPES} == {name: special.get(name, clipped_loss) for name in RECIPES}
+    assert [name for name in RECIPES if find(name).token_level] == ["reinforce_pp", "ppo"]
+    assert [name for name in RECIPES if find(name).critic] == ["ppo"]
