@@ -247,7 +247,7 @@ class TrainedStep:
     version: WeightVersion  # the weights that the step makes
     refs: tuple[GroupRef, ...]  # as claimed, in this order
     readable: tuple[bool, ...]  # one entry for each group; False where its bytes were damaged and it was left out
-    advantages: Float32Array  # [N], one number for each trajectory, group after group
+    advantages: Float32Array  # [N], of each trajectory; where tokens have their own (GAE), the shaped reward
     proximal: Mapping[int, Float32Array] = field(default_factory=dict)
     """Trajectory (0 to N - 1) -> the proximal policy's log-probs [T]; of those that this rank computed."""
 

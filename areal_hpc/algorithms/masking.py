@@ -52,7 +52,7 @@ def reject(
         proximal, behaviour: float [T], log-probs of the sampled tokens.
         mask: bool [T], the trainable tokens.
         segments: int64 [T], which sequence (0 or more) a token belongs to; sequences must be whole.
-        config: one that ``checks.check_rejection`` accepts.
+        config: one that ``algorithm_checks.check_rejection`` accepts.
     """
     proximal, behaviour = proximal.detach(), behaviour.detach()
     difference = log_difference(proximal, behaviour)  # [T]

@@ -40,7 +40,6 @@ from areal_hpc.types import (
     Float32Array,
     GroupRef,
     TrainedStep,
-    Trajectory,
     TrajectoryGroup,
     WeightVersion,
     episode_means,

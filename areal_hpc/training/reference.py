@@ -102,8 +102,10 @@ class ReferenceBackend:
 
     def _frozen(self, path: str, dtype: Dtype) -> Any:
         """The reference model, rounded to ``dtype`` as the policy is: equal weights must give equal log-probs."""
-        model = load_model(Path(path) if path else self._source)
-        return model.to(self._device, getattr(torch, dtype)).requires_grad_(False)
+        model = load_model(Path(path) if path else self._source).to(self._device).requires_grad_(False)
+        for parameter in model.parameters():  # and not its buffers: rotary frequencies stay float32, as the policy's
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        return model
 
     def _make_critic(self, dtype: Dtype) -> Critic:
         config = self._algorithm.critic
@@ -331,7 +333,10 @@ def load_model(path: Path) -> Any:
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log file is no terminal
     if not (path / "config.json").is_file():
-        raise DataError(f"{path} holds no config.json; set model.path to a Hugging Face checkpoint directory")
+        raise DataError(
+            f"{path} holds no config.json; model.path, algorithm.kl.reference and algorithm.critic.path name "
+            "Hugging Face checkpoint directories"
+        )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )

@@ -128,6 +128,12 @@ def test_a_critic_gives_values_and_what_it_is_to_learn() -> None:
     assert found.values.tolist() == [0, 0.25, 0.5, 0, 0.75]
 
 
+def test_E9_each_branch_of_an_episode_has_credit_on_its_own_tokens() -> None:
+    """A branch is a sequence with a mask of its own; what the last one trains on says nothing of the others."""
+    found = one(batch([[0, 1, 1, 0], [0, 0, 0, 1]]), [1.0, 1.0], Models(), RETURNS)
+    assert found.advantages.tolist() == [0, 1, 1, 0, 0, 0, 0, 1]
+
+
 def test_token_advantages_are_normalised_over_all_minibatches() -> None:
     config = replace(RETURNS, adv_norm=NormConfig(mean=Level.BATCH, std=Level.BATCH))
     parts = [batch([[0, 1, 1]]), batch([[0, 1]]), batch([])]

@@ -170,18 +170,20 @@ def test_a_policy_is_exported_without_its_critic(model: Path, tmp_path: Path) ->
     )
 
 
-def test_the_reference_model_stays_where_it_was(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", Dtype)
+def test_the_reference_model_stays_where_it_was(model: Path, tmp_path: Path, dtype: Dtype) -> None:
+    """And says bit for bit what the policy says as long as their weights are equal."""
     other = tmp_path / "other"
     make_model(other, "qwen3", seed=3, hidden_size=32, intermediate_size=48, initializer_range=0.06)
     batch, kl = random_batch(), KlConfig(coef=0.1)
-    backend = make(model, AlgorithmConfig(kl=kl))
+    backend = make(model, AlgorithmConfig(kl=kl), dtype=dtype)
     before = backend.reference_logprobs(batch)
     np.testing.assert_array_equal(before, backend.logprobs(batch))
     backend.train_step([batch])
     np.testing.assert_array_equal(backend.reference_logprobs(batch), before)
     assert np.abs(backend.logprobs(batch) - before).max() > 1e-3
-    named = make(model, AlgorithmConfig(kl=replace(kl, reference=str(other))))
-    np.testing.assert_array_equal(named.reference_logprobs(batch), make(other).logprobs(batch))
+    named = make(model, AlgorithmConfig(kl=replace(kl, reference=str(other))), dtype=dtype)
+    np.testing.assert_array_equal(named.reference_logprobs(batch), make(other, dtype=dtype).logprobs(batch))
 
 
 def test_a_kl_loss_pulls_towards_the_reference(model: Path, tmp_path: Path) -> None:
