@@ -18,7 +18,8 @@ from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.replay import ReplayReader
-from areal_hpc.config.schema import AlgorithmConfig, Level, NormConfig, OptimizerConfig, TrainerConfig
+from areal_hpc.config.algorithm import AlgorithmConfig, Level, NormConfig
+from areal_hpc.config.schema import OptimizerConfig, TrainerConfig
 from areal_hpc.errors import CorruptRecord
 from areal_hpc.fs import RunDir
 from areal_hpc.report.inspect import show_step
