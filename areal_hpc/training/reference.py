@@ -299,7 +299,9 @@ class ReferenceBackend:
             for name in ("model.safetensors", "optimizer.safetensors")
         )
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
-        self._step, self.kl_coef = progress["step"], progress["kl_coef"]
+        self._step = progress["step"]
+        if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
+            self.kl_coef = progress.get("kl_coef") or self.kl_coef  # 0 was off: nothing to go on from
         if self._critic is not None:
             self._critic.load(path)
         streams = path / _streams_name(self._ranks.rank)

@@ -206,6 +206,17 @@ def test_a_kl_loss_pulls_towards_the_reference(model: Path, tmp_path: Path) -> N
     restored = make(model, AlgorithmConfig(kl=kl))
     restored.load(str(tmp_path))
     assert restored.kl_coef == backend.kl_coef == coefs[-1]
+    fixed = make(model, AlgorithmConfig(kl=replace(kl, coef=0.3, target=None)))
+    fixed.load(str(tmp_path))
+    assert fixed.kl_coef == 0.3  # somebody has changed the configuration since
+
+
+def test_a_kl_may_be_switched_on_when_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+    make(model, AlgorithmConfig()).snapshot()(tmp_path)
+    for kl in (KlConfig(coef=0.2), KlConfig(coef=0.2, target=0.1)):
+        backend = make(model, AlgorithmConfig(kl=kl))
+        backend.load(str(tmp_path))
+        assert backend.kl_coef == 0.2
 
 
 def test_a_constant_divisor_is_so_many_tokens_for_each_trajectory(model: Path, tmp_path: Path) -> None:
