@@ -20,7 +20,9 @@ from areal_hpc.algorithms.objective import LossInputs
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
+from areal_hpc.errors import ConfigError
 from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.preflight import preflight
 from areal_hpc.roles.wiring.training import make_backend
 from areal_hpc.training.batching import pack
 from areal_hpc.training.ranks import Ranks
@@ -146,6 +148,12 @@ def test_own_algorithm_passes_its_own_tests_and_is_found_by_the_trainer(
     batch = pack([_trajectory(1.0), _trajectory(0.0)], np.array([1.0, -1.0]))
     stats = backend.train_step([batch.with_proximal(backend.logprobs(batch))])
     assert stats["trust"] == 1.0
+
+
+def test_a_loss_that_is_not_there_ends_a_run_before_it_begins() -> None:
+    paths = [ROOT / "configs" / "quickstart.yaml", EXAMPLES / "own_algorithm.yaml"]
+    with pytest.raises(ConfigError, match=r"algorithm\.loss = 'areal_hpc\.algorithms\.losses:nothing'"):
+        preflight(resolve(load(paths, ["algorithm.loss=areal_hpc.algorithms.losses:nothing"])))
 
 
 @pytest.mark.parametrize(

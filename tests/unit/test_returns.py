@@ -230,6 +230,10 @@ def test_the_bound_agrees_with_recorded_numbers() -> None:
     assert (squares <= bound).astype(int).tolist() == case["kept"]
 
 
+def test_the_mean_of_what_is_kept_is_below_the_threshold_not_at_it() -> None:
+    assert second_moment_bound(np.array([0.0, 0.5], dtype=np.float32), 0.25, alone) < 0.5
+
+
 def test_E17_no_tokens_anywhere() -> None:
     assert run([([], 0.0)], GaeConfig()) == ([], [])
     assert [part.size for part in whiten([np.zeros(0)], BATCH, alone)] == [0]

@@ -17,9 +17,11 @@ def preflight(config: Config) -> None:
 
     Raises:
         DataError: a data set, one of its rows, or the model directory cannot be used.
-        ConfigError: this version cannot start a backend; the workflow, reward or model's maker cannot be imported.
+        ConfigError: this version cannot start a backend; a workflow, reward, loss or model's maker cannot be imported.
     """
     _refuse_what_cannot_start(config)
+    if config.algorithm.loss:
+        dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
         check_replay(config)
         make_model(config)
