@@ -1,8 +1,8 @@
 """Every knob of a run, as frozen dataclasses. The string under a field is its help text and its only documentation.
 
 A field without a default is required. Values that follow from others (ring capacity, data-parallel size) are not
-fields: ``resolve.py`` derives them, and checks what no single field can know. No torch, no I/O. One long file on
-purpose: a new knob is a decision, and this is the page where all of them are seen at once.
+fields: ``resolve.py`` derives them, and checks what no single field can know. No torch, no I/O. Sections that would
+make this page too long lie beside it, by subject; whoever needs one takes it from here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,19 @@ from enum import StrEnum
 from typing import Any
 
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.endurance import ArchiveConfig, CheckpointConfig, LimitsConfig, ReplayConfig
+from areal_hpc.config.engines import EngineName, GenerationConfig, TransportName, WeightsConfig
+
+__all__ = [  # of the sections beside this page; what is defined here needs no list
+    "ArchiveConfig",
+    "CheckpointConfig",
+    "EngineName",
+    "GenerationConfig",
+    "LimitsConfig",
+    "ReplayConfig",
+    "TransportName",
+    "WeightsConfig",
+]
 
 
 class Dtype(StrEnum):
@@ -23,17 +36,6 @@ class Dtype(StrEnum):
 class TrainerBackendName(StrEnum):
     REFERENCE = "reference"
     MEGATRON = "megatron"
-
-
-class EngineName(StrEnum):
-    EMBEDDED = "embedded"
-    SGLANG = "sglang"
-    VLLM = "vllm"
-
-
-class TransportName(StrEnum):
-    BROADCAST = "broadcast"
-    DISK = "disk"
 
 
 class Schedule(StrEnum):
@@ -206,32 +208,6 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationConfig:
-    backend: EngineName = EngineName.EMBEDDED
-    """Engine: the embedded CPU engine, SGLang or vLLM."""
-    replicas: int = 1
-    """Engines, each with the whole model."""
-    tensor_parallel: int = 1
-    """GPUs of one engine."""
-    pipeline_parallel: int = 1
-    """Pipeline stages of one engine."""
-    max_running: int = 64
-    """Sequences an engine decodes at once; more wait in its queue."""
-    threads: int = 1
-    """CPU threads of one embedded engine."""
-    server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments handed to the engine's own server untouched."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsConfig:
-    transport: TransportName = TransportName.BROADCAST
-    """How new weights reach the engines: a collective broadcast, or safetensors on the shared disk."""
-    bucket_mb: float = 256.0
-    """Size of one flat transfer buffer, in MiB."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
     every_steps: int = 0
     """Evaluate each so many optimizer steps, and after the last; 0 evaluates never."""
@@ -243,62 +219,6 @@ class EvaluationConfig:
     """Answers for each prompt."""
     temperature: float = 1.0
     """Sampling temperature of evaluation; 0 is greedy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    every_steps: int = 20
-    """Optimizer steps between checkpoints; the last step and a stop always make one."""
-    keep: int = 2
-    """Newest checkpoints kept; an older one goes only after a newer one has been verified. A file PINNED in a
-    checkpoint's directory keeps it for ever."""
-    keep_every: int = 0
-    """Also keep every checkpoint whose step this number divides; 0 keeps none for that."""
-    keep_best: str = ""
-    """Also keep the checkpoint whose evaluation is highest by this value of its result, such as `reward_mean`; of
-    equals, the newest."""
-    asynchronous: bool = True
-    """Training waits only for the copy to host memory; false: until the checkpoint is durable."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ArchiveConfig:
-    every_steps: int = 0
-    """Keep all trained groups, in one HDF5 file for so many optimizer steps (in memory until then); 0 keeps none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayConfig:
-    run: str = ""
-    """Train on the archive of this run directory instead of generating; empty is a run as usual."""
-    from_step: int = 0
-    """Begin with that run's checkpoint of this step; 0 begins with `model.path`."""
-    to_step: int = 0
-    """Last step; 0 is the last one in the archive."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LimitsConfig:
-    start_s: float = 300.0
-    """Longest time for a process of the run to come up."""
-    starve_s: float = 1800.0
-    """Longest time the trainer waits for a full batch."""
-    weight_update_s: float = 120.0
-    """Longest time for one weight update to reach every engine."""
-    restarts: int = 3
-    """How often one generator, rollout worker or evaluator is started again in `restart_window_s`; 0 is never."""
-    restart_window_s: float = 600.0
-    """See `restarts`; a process that dies more often ends the run."""
-    attempts: int = 3
-    """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
-    checkpoint_s: float = 1800.0
-    """Longest time for writing a checkpoint: who waits for it gives up, and the watchdog calls the trainer stuck."""
-    quiet_s: float = 25.0
-    """Silence of a process, or of all that its work depends on, after which the watchdog says who waits for whom."""
-    stall_s: float = 600.0
-    """The same after which the watchdog ends the attempt, with exit code 70."""
-    stop_s: float = 10.0
-    """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
