@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | config | keys | export | status | why | stop | ledger | inspect | replay``.
+"""The command line: ``areal-hpc run | plan | submit | config | keys | export | status | why | stop | ledger | ...``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -73,6 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume-from", type=int, metavar="STEP", help="as --resume, from exactly this step's checkpoint")
     run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
     run.set_defaults(command=_run)
+
+    plan = commands.add_parser("plan", help="what a run will ask Slurm for, and who will sit where")
+    _add_config_arguments(plan)
+    plan.set_defaults(command=_plan)
+
+    submit = commands.add_parser("submit", help="hand a run to Slurm and return at once")
+    _add_config_arguments(submit)
+    submit.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    submit.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
+    submit.set_defaults(command=_submit)
 
     config = commands.add_parser("config", help="show the resolved configuration")
     _add_config_arguments(config)
@@ -150,6 +160,8 @@ def _resolved(words: Sequence[str]) -> Config:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from areal_hpc.cluster.environment import allocation
+    from areal_hpc.config.cluster import Shape
     from areal_hpc.report import LiveConsole
     from areal_hpc.roles.launcher import run_local
     from areal_hpc.telemetry import setup_logging
@@ -159,13 +171,33 @@ def _run(options: argparse.Namespace) -> int:
         sys.path.insert(0, here)  # as the roles have it: rewards and tasks may lie beside the configuration
     config = _resolved(options.config)
     console = LiveConsole(config.trainer.total_steps, sys.stdout)
+    # Slurm has ended every process of a job before it starts it again.
+    requeued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).restarts > 0
     return run_local(
         config,
-        resume=options.resume or options.resume_from is not None,
+        resume=options.resume or requeued or options.resume_from is not None,
         resume_from=options.resume_from,
-        takeover=options.takeover,
+        takeover=options.takeover or requeued,
         console=console,
     )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from areal_hpc.cluster.plan import plan_lines
+    from areal_hpc.roles.supervisor import roles_of
+
+    config = _resolved(options.config)
+    print("\n".join(plan_lines(config, roles_of(config))))
+    return 0
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from areal_hpc.roles.submission import submit_run
+
+    more = [f"--{name}" for name in ("resume", "takeover") if getattr(options, name)]
+    submitted = submit_run(_resolved(options.config), main, more)
+    print(f"job {submitted.job_id}\nrun {submitted.run.root}\nlog {submitted.log}")
+    return 0
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@
     │   ├── ConfigError               unknown key, wrong type, impossible combination
     │   ├── DataError                 a data set, model directory or prompt that cannot be used
     │   ├── RunDirError               the run directory is in use, foreign, or not what it should be
+    │   ├── SubmissionError           Slurm refused the job, or does not answer
     │   └── CheckpointError           no checkpoint that can be loaded, or one that does not fit
     ├── WaitTimeout (also TimeoutError)  a bounded wait ended; names what it waited for and for how long
     ├── CorruptRecord                 bytes that fail their checksum; names chain, segment and sequence number
@@ -41,6 +42,10 @@ class DataError(UserError):
 
 class RunDirError(UserError):
     """The run directory is in use, belongs to something else, or lacks what it should hold."""
+
+
+class SubmissionError(UserError):
+    """Slurm refused the job, or does not answer."""
 
 
 class CheckpointError(UserError):

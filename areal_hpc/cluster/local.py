@@ -18,8 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
+from areal_hpc.accelerator import REPRODUCIBLE
+from areal_hpc.config.derived import threads_of
+from areal_hpc.config.schema import Config
 from areal_hpc.fs import PRIVATE_FILE, AttemptDir, RunDir
 
 Process = subprocess.Popen[bytes]
@@ -27,6 +31,8 @@ Process = subprocess.Popen[bytes]
 LAST_LINES = 15
 LAST_BYTES = 1 << 16
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+LOOPBACK = "127.0.0.1"
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 KILL_RESERVE_S = 2.0
 POLL_S = 0.1
 
@@ -50,20 +56,35 @@ class LocalLauncher:
     Args:
         threads: CPU threads of each role; 1 where a role is not named.
         variables: what every role's environment has besides.
+        host: address of this machine under which the run's processes reach each other.
     """
 
     def __init__(
-        self, run: RunDir, epoch: int, threads: Mapping[str, int], variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        run: RunDir,
+        epoch: int,
+        threads: Mapping[str, int],
+        variables: Mapping[str, str] = NO_VARIABLES,
+        host: str = LOOPBACK,
     ) -> None:
         self.run = run
         self.attempt: AttemptDir = run.attempt(epoch)
         self.threads = threads
         self.variables = variables
+        self.host = host
         self.running: dict[tuple[str, int], Process] = {}
         self.num_starts = Counter[tuple[str, int]]()
 
-    def start(self, role: str, index: int) -> None:
-        """Start one role, again if need be; its output joins what its log file holds."""
+    @classmethod
+    def of(cls, config: Config, run: RunDir, epoch: int, host: str = LOOPBACK) -> LocalLauncher:
+        """The launcher of a run's processes on this machine."""
+        return cls(run, epoch, threads_of(config), REPRODUCIBLE if config.deterministic else NO_VARIABLES, host)
+
+    def start(self, role: str, index: int, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+        """Start one role, again if need be; its output joins what its log file holds.
+
+        ``variables``: what its environment alone has, such as its devices.
+        """
         command = [
             sys.executable,
             "-m",
@@ -73,6 +94,8 @@ class LocalLauncher:
             str(self.run.root),
             str(self.attempt.epoch),
             str(self.num_starts[role, index]),
+            str(os.getpid()),
+            self.host,
         ]
         self.num_starts[role, index] += 1
         fd = os.open(self.attempt.log(role, index), os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
@@ -82,7 +105,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=fd,
                 stderr=subprocess.STDOUT,
-                env=self._environment(role),
+                env={**self._environment(role), **variables},
                 start_new_session=True,
             )
         finally:
@@ -105,10 +128,7 @@ class LocalLauncher:
 
     def last_lines(self, role: str, index: int) -> str:
         """The end of a role's log, for the message that says why the run ended."""
-        with self.attempt.log(role, index).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+        return last_lines(self.attempt.log(role, index))
 
     def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
         """End everything within ``timeout_s`` seconds: trainers first, since they still write a checkpoint.
@@ -131,6 +151,14 @@ class LocalLauncher:
             ended.append(Ended(role, index, _wait_or_kill(process, deadline, at_once)))
             del self.running[role, index]
         return ended
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log file, however long it is."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def _wait_or_kill(process: Process, deadline: float, at_once: Callable[[], bool]) -> int:

@@ -11,9 +11,10 @@ from typing import Final
 
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import model_ranks, ring_capacity
 from areal_hpc.config.keys import value_of
-from areal_hpc.config.schema import Config, EngineName, Shape, TrainerBackendName
+from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from areal_hpc.config.schema import Config
 
 
@@ -14,6 +16,11 @@ def model_ranks(config: Config) -> int:
     """Trainer ranks that hold one copy of the model."""
     parallel = config.trainer.parallel
     return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def threads_of(config: Config) -> Mapping[str, int]:
+    """CPU threads of one process of each role that has more to say than 1."""
+    return {"trainer": config.trainer.threads, "generator": config.generation.threads}
 
 
 def engine_ranks(config: Config) -> int:

@@ -101,6 +101,19 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.quiet_s": "[1, inf)",
     "limits.stall_s": "[1, inf)",
     "limits.stop_s": "(2, inf)",
+    "cluster.all.nodes": "[1, inf)",
+    "cluster.all.cpus": "[0, inf)",
+    "cluster.all.gpus": "[0, inf)",
+    "cluster.trainer.nodes": "[0, inf)",
+    "cluster.trainer.cpus": "[0, inf)",
+    "cluster.trainer.gpus": "[0, inf)",
+    "cluster.generation.nodes": "[0, inf)",
+    "cluster.generation.cpus": "[0, inf)",
+    "cluster.generation.gpus": "[0, inf)",
+    "cluster.rollout.nodes": "[0, inf)",
+    "cluster.rollout.cpus": "[0, inf)",
+    "cluster.rollout.gpus": "[0, inf)",
+    "cluster.signal_lead_s": "[1, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""
 

@@ -13,12 +13,14 @@ from enum import StrEnum
 from typing import Any
 
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.cluster import ClusterConfig
 from areal_hpc.config.endurance import ArchiveConfig, CheckpointConfig, LimitsConfig, ReplayConfig
 from areal_hpc.config.engines import EngineName, GenerationConfig, TransportName, WeightsConfig
 
 __all__ = [  # of the sections beside this page; what is defined here needs no list
     "ArchiveConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "EngineName",
     "GenerationConfig",
     "LimitsConfig",
@@ -42,10 +44,6 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
-
-
-class Shape(StrEnum):
-    LOCAL = "local"
 
 
 class Sink(StrEnum):
@@ -219,12 +217,6 @@ class EvaluationConfig:
     """Answers for each prompt."""
     temperature: float = 1.0
     """Sampling temperature of evaluation; 0 is greedy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterConfig:
-    shape: Shape = Shape.LOCAL
-    """Where the processes run: `local` starts them on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

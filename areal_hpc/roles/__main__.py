@@ -1,4 +1,4 @@
-"""``python -m areal_hpc.roles ROLE INDEX RUN_DIR EPOCH INCARNATION``: one process of a run, started by a launcher."""
+"""``python -m areal_hpc.roles ROLE INDEX RUN_DIR EPOCH INCARNATION PARENT HOST``: one process of a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROLES = ("trainer", "generator", "rollout", "evaluator")
 
 
 def main(arguments: list[str]) -> int:
-    role, index, root, epoch, incarnation = arguments
+    role, index, root, epoch, incarnation, parent, host = arguments
     assert role in ROLES, role
-    process = enter(role, int(index), Path(root), int(epoch), int(incarnation))
+    process = enter(role, int(index), Path(root), int(epoch), int(incarnation), parent=int(parent), host=host)
     try:
         beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)
         with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s, state=process.state):

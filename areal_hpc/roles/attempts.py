@@ -17,10 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
-from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
@@ -32,6 +30,7 @@ from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
+from areal_hpc.roles.wiring.launchers import make_launcher
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 IRREPLACEABLE = ("trainer", "generator")
@@ -118,8 +117,8 @@ class Attempts:
             AttemptFailed, RoleDied, Stalled, Fenced: see ``Supervisor.watch``; every process has ended.
         """
         config, attempt = self.config, self.run.attempt(epoch)
-        threads = {"trainer": config.trainer.threads, "generator": config.generation.threads}
-        launcher = LocalLauncher(self.run, epoch, threads, REPRODUCIBLE if config.deterministic else {})
+        roles = roles_of(config)
+        launcher = make_launcher(config, self.run, epoch, roles)
         records = RecordReader(attempt.telemetry)
         trackers = Trackers(open_sinks(config.telemetry, self.run))
 
@@ -141,7 +140,7 @@ class Attempts:
         )
         with closing(trackers):
             try:
-                supervisor.start(roles_of(config))
+                supervisor.start(roles)
                 outcome = supervisor.watch()
             finally:
                 ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.count > 1)

@@ -1,7 +1,8 @@
 """What every role process has: its place in the run, a stop flag that signals only raise, records, and an endpoint.
 
-A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION``); it
-never guesses. The incarnation counts the processes that were this role in this attempt before it.
+A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION PARENT
+HOST``); it never guesses. The incarnation counts the processes that were this role in this attempt before it, the
+parent is the pid of whoever started it, the host this machine's address for the others.
 Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
 line is in the log), 70 (EX_SOFTWARE; the launcher's) nobody got on any more, anything else is a failure.
 """
@@ -20,10 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.cluster import hetjob
+from areal_hpc.cluster.local import LOOPBACK
 from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, read_json, wait_for
+from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, wait_for
+from areal_hpc.roles.heartbeat import read_heartbeat
 from areal_hpc.roles.stacks import Stacks
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
 from areal_hpc.waits import advance, published, waiting
@@ -33,7 +37,7 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75
+EXIT_STOPPED = hetjob.EXIT_STOPPED
 POLL_S = 0.25
 
 
@@ -46,6 +50,8 @@ class RoleProcess:
     run: RunDir
     epoch: int
     incarnation: int = 0
+    host: str = LOOPBACK
+    """Address under which the run's other processes reach this one."""
     config: Config
     token: str
     recorder: Recorder
@@ -74,7 +80,7 @@ class RoleProcess:
 
     def publish_endpoint(self, record: Mapping[str, Any]) -> None:
         """Say where this process can be reached; readers find the file by listing."""
-        identity = {"epoch": self.epoch, "incarnation": self.incarnation, "pid": os.getpid()}
+        identity = {"host": self.host, "epoch": self.epoch, "incarnation": self.incarnation, "pid": os.getpid()}
         publish_json(self.attempt.endpoint(self.role, self.index), {**identity, **record})
 
     def endpoint_of(self, role: str, index: int) -> dict[str, Any]:
@@ -107,7 +113,7 @@ class StopRequested(Exception):
     """A stop request arrived while this process was still coming up."""
 
 
-def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> RoleProcess:
+def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, parent: int, host: str) -> RoleProcess:
     """Become a role: logging, signals, configuration, records."""
     run = RunDir.open(root)
     asked, stop_flag = threading.Event(), threading.Event()
@@ -119,11 +125,11 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
     config = load([run.config], [])
     attempt = run.attempt(epoch)
     _stop_when_due(
-        read_json(attempt.state)["pid"],
+        parent,
         asked,
         stop_flag,
         config.limits.stop_s,
-        goes_first=lambda: role != "trainer" and _trainer_lives(attempt),
+        goes_first=lambda: role != "trainer" and _trainer_lives(attempt, host),
     )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
     process = RoleProcess(
@@ -132,6 +138,7 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
         run=run,
         epoch=epoch,
         incarnation=incarnation,
+        host=host,
         config=config,
         token=token,
         recorder=recorder,
@@ -143,16 +150,22 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int) -> Ro
     return process
 
 
-def _trainer_lives(attempt: AttemptDir) -> bool:
-    """Whether trainer-0 still runs: it may be in a weight update, and commits when it stops."""
+def _trainer_lives(attempt: AttemptDir, host: str) -> bool:
+    """Whether trainer-0 still runs: it may be in a weight update, and commits when it stops.
+
+    Of one on another host only its last heartbeat tells; it is taken to live until that says that it has ended.
+    """
     endpoint = read_if_listed(attempt.endpoint("trainer", 0))
-    return endpoint is not None and start_ticks(endpoint["pid"]) is not None
+    if endpoint is None or endpoint["host"] == host:
+        return endpoint is not None and start_ticks(endpoint["pid"]) is not None
+    beat = read_heartbeat(attempt, "trainer", 0)
+    return beat is None or not beat["ended"]
 
 
 def _stop_when_due(
-    launcher: int, asked: threading.Event, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
+    parent: int, asked: threading.Event, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
 ) -> None:
-    """Raise the stop flag when ``asked`` is, or process ``launcher`` is our parent no more; end here ``grace_s`` later.
+    """Raise the stop flag when ``asked`` is, or process ``parent`` is ours no more; end here ``grace_s`` later.
 
     A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
     died before this process could ask the kernel for a signal. While ``goes_first`` says that somebody lives who still
@@ -161,7 +174,7 @@ def _stop_when_due(
     """
 
     def watch() -> None:
-        while os.getppid() == launcher and not asked.wait(POLL_S):
+        while os.getppid() == parent and not asked.wait(POLL_S):
             pass
         deadline = time.monotonic() + grace_s
         while goes_first() and time.monotonic() < deadline:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.cluster.local import Ended, LocalLauncher
+from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import AttemptFailed, RoleDied
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
@@ -52,7 +53,7 @@ class Supervisor:
 
     def __init__(
         self,
-        launcher: LocalLauncher,
+        launcher: LocalLauncher | RemoteLauncher,
         limits: LimitsConfig,
         *,
         irreplaceable: Sequence[str] = ("trainer",),
@@ -138,7 +139,7 @@ class Supervisor:
             self._launcher.start(*key)
 
 
-def judge_stopped(launcher: LocalLauncher, ended: Sequence[Ended]) -> None:
+def judge_stopped(launcher: LocalLauncher | RemoteLauncher, ended: Sequence[Ended]) -> None:
     """Nothing if the trainer that commits stopped, or had not begun yet (SIGTERM found no handler).
 
     Raises:
@@ -162,7 +163,7 @@ def fate(ended: Ended) -> str:
     return f"{ended.name} ended with signal {-ended.code} ({signal.Signals(-ended.code).name})"
 
 
-def obituary(launcher: LocalLauncher, ended: Ended) -> str:
+def obituary(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> str:
     """Who ended, how, and the last lines of its log."""
     log_path = launcher.attempt.log(ended.role, ended.index)
     lines = launcher.last_lines(ended.role, ended.index)

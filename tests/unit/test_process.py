@@ -50,11 +50,11 @@ def test_the_flag_goes_up_on_request_while_the_launcher_lives() -> None:
 def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.0)
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    publish_json(process.attempt.endpoint("trainer", 0), {"pid": trainer.pid})
+    publish_json(process.attempt.endpoint("trainer", 0), {"host": process.host, "pid": trainer.pid})
     flag, asked, seen = threading.Event(), threading.Event(), []
 
     def goes_first() -> bool:
-        seen.append((module._trainer_lives(process.attempt), flag.is_set()))
+        seen.append((module._trainer_lives(process.attempt, process.host), flag.is_set()))
         asked.set()
         return seen[-1][0]
 
@@ -67,7 +67,16 @@ def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, mon
 
 
 def test_nobody_waits_for_a_trainer_that_never_came_up(process: RoleProcess) -> None:
-    assert not module._trainer_lives(process.attempt)
+    assert not module._trainer_lives(process.attempt, process.host)
+
+
+def test_of_a_trainer_on_another_host_its_last_heartbeat_tells(process: RoleProcess) -> None:
+    publish_json(process.attempt.endpoint("trainer", 0), {"host": "10.0.0.7", "pid": 1})
+    beat = {"pid": 1, "incarnation": 0, "counter": 9, "waits": []}
+    assert module._trainer_lives(process.attempt, process.host)  # it has not beaten yet
+    for ended in (False, True):
+        publish_json(process.attempt.heartbeat("trainer", 0), {**beat, "ended": ended})
+        assert module._trainer_lives(process.attempt, process.host) is not ended
 
 
 def test_a_role_that_cannot_stop_is_ended_when_its_launcher_is_gone() -> None:
@@ -102,9 +111,9 @@ def test_a_stop_request_ends_a_wait(process: RoleProcess) -> None:
 def run_role(process: RoleProcess, main: Callable[[RoleProcess], int], monkeypatch: pytest.MonkeyPatch) -> int:
     rollout = types.ModuleType("areal_hpc.roles.rollout")
     vars(rollout)["main"] = main
-    monkeypatch.setattr(entry, "enter", lambda *_: process)
+    monkeypatch.setattr(entry, "enter", lambda *_, **__: process)
     monkeypatch.setitem(sys.modules, "areal_hpc.roles.rollout", rollout)
-    return entry.main(["rollout", "2", "/run", "1", "0"])
+    return entry.main(["rollout", "2", "/run", "1", "0", "77", "127.0.0.1"])
 
 
 def raising(error: BaseException) -> Callable[[RoleProcess], int]:

@@ -71,7 +71,7 @@ class ServedEngine:
 
 @asynccontextmanager
 async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
-    """This replica's engine, answering HTTP on loopback."""
+    """This replica's engine, answering HTTP on this host's address in the run."""
     config = process.config
     assert config.generation.backend is EngineName.EMBEDDED, "preflight lets no other pass"
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
@@ -91,7 +91,7 @@ async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     )
     engine.start()
     token = _token(process, process.index, process.incarnation)
-    url, server = await start_server(engine, token=token)
+    url, server = await start_server(engine, host=process.host, token=token)
     try:
         yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
     finally:

@@ -14,6 +14,7 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.fs import RunDir
@@ -29,7 +30,6 @@ from areal_hpc.waits import waiting
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
-LOOPBACK = "127.0.0.1"
 RANKS_GROUP = "trainer"
 MIB = 1 << 20
 
@@ -46,14 +46,15 @@ def join_ranks(process: RoleProcess) -> Ranks:
     from areal_hpc.collective import host_store, join_group
 
     config = process.config
-    device = accelerator.take_device(process.index)  # all ranks are on this machine
+    # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
+    device = accelerator.take_device(process.index if config.cluster.shape is Shape.LOCAL else 0)
     if config.trainer.ranks == 1:
         process.publish_endpoint({})
         return Ranks(device=device)
     longest_s = max(config.limits.starve_s, config.limits.checkpoint_s)  # that rank 0 may keep the others waiting
     timeout_s = config.limits.start_s + longest_s
-    store = host_store(LOOPBACK, timeout_s=timeout_s) if process.index == 0 else None
-    process.publish_endpoint({} if store is None else {"host": LOOPBACK, "port": store.port})
+    store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
+    process.publish_endpoint({} if store is None else {"port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
     endpoint, *_ = [process.endpoint_of("trainer", rank) for rank in range(config.trainer.ranks)]
     address = GroupAddress(
@@ -167,4 +168,5 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
         backend=(accelerator.CPU if embedded else accelerator.detect()).collective,
         bucket_bytes=int(config.weights.bucket_mb * MIB),
         timeout_s=config.limits.weight_update_s,
+        host=process.host,
     )

@@ -1,0 +1,127 @@
+"""A run's configuration as components of a Slurm job, and its roles as seats on their nodes. Pure functions.
+
+component    roles
+trainer      trainer ranks, evaluator, and the launcher on its first node
+generation   engines
+rollout      rollout workers; without nodes of its own they are on the trainer's
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_hpc.config.cluster import ComponentConfig, Shape, inherited
+from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
+
+ROLES = {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One component of the job."""
+
+    name: str
+    roles: tuple[str, ...]
+    request: ComponentConfig
+    """Complete: nothing is inherited any more."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node that the run may use."""
+        if self.request.gpus:
+            return self.request.gpus
+        asked = self.request.gpus_per_node or self.request.gpus_per_task or _gpus_of(self.request.gres)
+        return int(asked.rpartition(":")[2] or 0)
+
+
+def _gpus_of(gres: str) -> str:
+    found = re.search(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)", gres)
+    return found[1] if found else ("1" if re.search(r"(?:^|,)gpu(?:$|,)", gres) else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one process of the run sits."""
+
+    node: str
+    devices: tuple[int, ...] = ()
+    """Which of the devices that the job has on the node are its; none where it has no say."""
+
+
+def components_of(config: Config) -> tuple[Component, ...]:
+    """The components of a run, the launcher's first."""
+    cluster = config.cluster
+    own_rollout = cluster.rollout.nodes > 0
+    names = ["trainer", "generation"] + ["rollout"] * own_rollout
+    roles = ROLES if own_rollout else {**ROLES, "trainer": ROLES["trainer"] + ROLES["rollout"]}
+    return tuple(
+        Component(name=name, roles=roles[name], request=inherited(getattr(cluster, name), cluster.all))
+        for name in names
+    )
+
+
+def num_devices(config: Config, role: str) -> int:
+    """Devices that one process of a role works on."""
+    return {"trainer": 1, "generator": engine_ranks(config)}.get(role, 0)
+
+
+def divide(config: Config, allocated: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The nodes of each component, by its name.
+
+    Args:
+        allocated: the nodes of the job's components; all in one component for the shape ``split``.
+
+    Raises:
+        ConfigError: the job has other nodes than the configuration asks for.
+    """
+    components = components_of(config)
+    sizes = [component.request.nodes for component in components]
+    if config.cluster.shape is Shape.SPLIT and sum(map(len, allocated)) == sum(sizes):
+        every = iter(allocated[0])
+        allocated = [list(itertools.islice(every, size)) for size in sizes]
+    found = [len(nodes) for nodes in allocated]
+    if found != sizes:
+        wanted = ", ".join(f"{component.name} {size}" for component, size in zip(components, sizes, strict=True))
+        raise ConfigError(
+            f"cluster.shape {config.cluster.shape}: the job has components of {found} nodes, and the configuration "
+            f"asks for {wanted}; submit it anew with `areal-hpc submit`"
+        )
+    return {component.name: tuple(nodes) for component, nodes in zip(components, allocated, strict=True)}
+
+
+def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str, int]) -> dict[tuple[str, int], Seat]:
+    """Which node, and which of its devices, each process gets: in blocks, as even as can be.
+
+    Args:
+        nodes: of each component.
+        roles: number of processes of each role.
+
+    Raises:
+        ConfigError: a node has fewer GPUs than its processes need; names what is missing.
+    """
+    found: dict[tuple[str, int], Seat] = {}
+    for component in components_of(config):
+        where = nodes[component.name]
+        taken = dict.fromkeys(where, 0)
+        for role in component.roles:
+            count = roles.get(role, 0)
+            needed = num_devices(config, role) if component.gpus else 0
+            for index in range(count):
+                node = where[index * len(where) // count] if count >= len(where) else where[index]
+                devices = tuple(range(taken[node], taken[node] + needed))
+                taken[node] += needed
+                found[role, index] = Seat(node=node, devices=devices)
+        short = {node: number for node, number in taken.items() if number > component.gpus}
+        if short:
+            node, number = next(iter(short.items()))
+            raise ConfigError(
+                f"cluster.{component.name}: {number} GPUs are needed on {node}, and {component.gpus} are asked for on "
+                "each node; ask for more nodes or GPUs, or lower "
+                f"{'generation.replicas' if component.name == 'generation' else 'trainer.ranks'}"
+            )
+    return found

@@ -1,0 +1,43 @@
+"""What Slurm tells a batch script of its job, as data: ``SLURM_*`` to an ``Allocation``. Nothing else reads them.
+
+A heterogeneous job has one group of variables for each component, numbered by a suffix; a plain job has them without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from areal_hpc.cluster.hostlist import expand
+from areal_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The nodes that one job has."""
+
+    job_id: str
+    restarts: int
+    """How often Slurm has requeued the job."""
+    components: tuple[tuple[str, ...], ...]
+    """Names of the nodes of each component of a heterogeneous job; one component of a plain job."""
+
+
+def allocation(environment: Mapping[str, str]) -> Allocation:
+    """The allocation that a batch script with this environment runs in.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        raise ConfigError(
+            "this is no Slurm job: submit the run with `areal-hpc submit`, or run it on this machine with "
+            "cluster.shape=local"
+        )
+    size = int(environment.get("SLURM_HET_SIZE", "0"))
+    suffixes = [f"_HET_GROUP_{group}" for group in range(size)] or [""]
+    return Allocation(
+        job_id=environment["SLURM_JOB_ID"],
+        restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        components=tuple(tuple(expand(environment[f"SLURM_JOB_NODELIST{suffix}"])) for suffix in suffixes),
+    )

@@ -1,0 +1,71 @@
+"""The door to submitit: a run as one of its jobs, with our batch script in the place of its own.
+
+submitit pickles the function that the batch script calls, names its folder by the job's id, and keeps its result; it
+knows nothing of heterogeneous jobs, so the text and the job's states are ours. The batch script's only task is the
+run's launcher. Whether the job is requeued is decided in the script: submitit's own way of it never sees a signal.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.hetjob import EXIT_STOPPED, Job, render
+from areal_hpc.errors import SubmissionError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the batch script runs: pickled on the login node, called on the job's first node."""
+
+    main: Callable[[Sequence[str]], int]
+    arguments: tuple[str, ...]
+
+    def __call__(self) -> int:
+        """Run to the end; the exit code, if it is 0.
+
+        Raises:
+            SystemExit: the run stopped with more to do, or failed. No result is kept of the first, since it is none.
+            RuntimeError: it failed; what it said is in the job's log.
+        """
+        code = self.main(self.arguments)
+        if code == EXIT_STOPPED:
+            sys.exit(code)
+        if code:
+            raise RuntimeError(f"areal-hpc {' '.join(self.arguments)} ended with exit code {code}; see its log")
+        return code
+
+
+def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
+    """Hand a job to Slurm and return its id at once.
+
+    Args:
+        folder: absolute directory for the script, the pickled function and its result; made if it is not there.
+        python: shell words that start Python on the nodes.
+
+    Raises:
+        SubmissionError: sbatch refused it; carries what it said, and where the script is.
+    """
+    from submitit.core import utils
+    from submitit.slurm import slurm
+
+    class Executor(slurm.SlurmExecutor):  # type: ignore[misc]  # untyped; made here, so that only this needs submitit
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            del uid
+            return render(job, f"env SUBMITIT_EXECUTOR=slurm {command}")
+
+        def _num_tasks(self) -> int:
+            return 1
+
+    try:
+        executor = Executor(folder / "%j", python=python)
+        submitted: Any = executor.submit(launch)
+    except (utils.FailedJobError, utils.FailedSubmissionError, subprocess.CalledProcessError) as error:
+        raise SubmissionError(f"sbatch refused the job: {error}; the script is in {folder}") from error
+    except RuntimeError as error:  # submitit finds no srun
+        raise SubmissionError(f"{error}; type this on a login node of the cluster") from error
+    return str(submitted.job_id)

@@ -1,0 +1,52 @@
+"""What a run will ask for and where everybody will sit, in words; nothing is submitted, no device is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from areal_hpc.cluster.components import Component, components_of, num_devices, seats
+from areal_hpc.cluster.hetjob import FLAGS
+from areal_hpc.config.derived import model_ranks
+from areal_hpc.config.schema import Config
+
+
+def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
+    """The plan, a line at a time.
+
+    Args:
+        roles: how many processes of each role there will be.
+
+    Raises:
+        ConfigError: it cannot be; names the quantity that is missing.
+    """
+    components = components_of(config)
+    nodes = {one.name: _imagined(one) for one in components}
+    placed = seats(config, nodes, roles)
+    yield f"shape        {config.cluster.shape}: {sum(map(len, nodes.values()))} nodes in {len(components)} components"
+    for one in components:
+        yield f"{one.name:<12} {', '.join(_asked(one))}"
+        for node in nodes[one.name]:
+            here = [(key, seat) for key, seat in placed.items() if seat.node == node]
+            yield f"  {node:<20} " + (", ".join(_named(*key, seat.devices) for key, seat in here) or "nobody")
+    ranks = config.trainer.ranks
+    yield f"trainer      {ranks} ranks, data parallel {ranks // model_ranks(config)}"
+    yield f"generation   {config.generation.replicas} engines of {num_devices(config, 'generator')} devices"
+
+
+def _imagined(component: Component) -> tuple[str, ...]:
+    return tuple(f"{component.name}-node-{number}" for number in range(component.request.nodes))
+
+
+def _asked(component: Component) -> Iterator[str]:
+    request = component.request
+    yield f"{request.nodes} nodes"
+    if request.cpus:
+        yield f"{request.cpus} CPUs each"
+    yield from (f"{name.replace('_', '-')}={value}" for name in FLAGS if (value := getattr(request, name)))
+    if request.exclusive:
+        yield "whole nodes"
+    yield from request.raw
+
+
+def _named(role: str, index: int, devices: tuple[int, ...]) -> str:
+    return f"{role}-{index}" + (f" on GPU {','.join(map(str, devices))}" if devices else "")

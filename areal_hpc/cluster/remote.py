@@ -1,0 +1,212 @@
+"""The shapes on Slurm: every role a process on one of the job's nodes, started through an agent there.
+
+launcher (areal-hpc run, in the batch script)
+├── srun, one step for each component of the job
+│   └── agent on each of its nodes                 (agent.py)
+│       └── generator-0, rollout-0, trainer-0 ...  as on a laptop
+└── ...
+
+A process that dies is reported by its agent and replaced like any other. An agent that ends unasked ends its step and
+with it the attempt; the next attempt starts new steps. A step that never starts is noticed within limits.start_s.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, last_lines
+from areal_hpc.errors import AttemptFailed
+from areal_hpc.fs import AttemptDir, RunDir
+
+POLL_S = 0.1
+LEAVE_S = 15.0
+"""How long an agent that was told to leave may take, and then its srun."""
+
+
+class Step:
+    """One srun and the agents behind it.
+
+    Args:
+        answers: takes what the agents say.
+    """
+
+    def __init__(
+        self, command: Sequence[str], nodes: Sequence[str], log: Path, answers: queue.SimpleQueue[dict[str, Any]]
+    ) -> None:
+        self.nodes, self.log = tuple(nodes), log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(  # noqa: S603  no shell
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, start_new_session=True
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders: IO[bytes] = self.process.stdin
+        threading.Thread(target=_read, args=(self.process.stdout, answers), name="agents", daemon=True).start()
+
+    def order(self, order: Mapping[str, Any]) -> bool:
+        """Tell the agents; False if the step is gone."""
+        try:
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Have all that is on the nodes end, and wait for it."""
+        self.order({"do": "leave"})
+        for insist in (self.process.terminate, self.process.kill):
+            try:
+                self.process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                insist()
+        self.process.wait()
+
+    def obituary(self) -> str:
+        return (
+            f"the step on {','.join(self.nodes)} ended with code {self.process.poll()}; the end of {self.log}:\n"
+            f"{last_lines(self.log)}"
+        )
+
+
+def _read(lines: IO[bytes], answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in lines:
+        answers.put(json.loads(line))
+
+
+class RemoteLauncher:
+    """Implements ``Launcher`` on the nodes of a Slurm job.
+
+    Args:
+        steps: the srun command of each step, and its nodes.
+        seats: where each process belongs.
+        start_s: longest time for all agents to answer.
+
+    Raises:
+        AttemptFailed: they did not; names the nodes, and why as far as srun has said.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        epoch: int,
+        steps: Sequence[tuple[Sequence[str], Sequence[str]]],
+        seats: Mapping[tuple[str, int], Seat],
+        start_s: float,
+    ) -> None:
+        self.attempt: AttemptDir = run.attempt(epoch)
+        self.seats = seats
+        self.running: dict[tuple[str, int], Step] = {}
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._ended: list[Ended] = []
+        self._steps: list[Step] = []
+        try:
+            for number, (command, nodes) in enumerate(steps):
+                self._steps.append(Step(command, nodes, self.attempt.log("step", number), self._answers))
+            self._wait_for_agents(start_s)
+        except BaseException:
+            self._leave()
+            raise
+        self._step_of = {node: step for step in self._steps for node in step.nodes}
+
+    def _wait_for_agents(self, limit_s: float) -> None:
+        missing = {node for step in self._steps for node in step.nodes}
+        deadline = time.monotonic() + limit_s
+        while missing:
+            for answer in self._heard(POLL_S):
+                missing.discard(answer["node"])
+            self._require_steps()
+            if time.monotonic() > deadline:
+                raise AttemptFailed(
+                    f"waited {limit_s:g} s (limits.start_s) for the agents on {', '.join(sorted(missing))}; look into "
+                    f"{self.attempt.log('step', 0).parent}"
+                )
+
+    def _heard(self, wait_s: float) -> Iterator[dict[str, Any]]:
+        """What agents have said; waits for the first."""
+        try:
+            yield self._answers.get(timeout=wait_s)
+            while True:
+                yield self._answers.get_nowait()
+        except queue.Empty:
+            return
+
+    def _require_steps(self) -> None:
+        for step in self._steps:
+            if step.process.poll() is not None:
+                raise AttemptFailed(step.obituary())
+
+    def start(self, role: str, index: int) -> None:
+        """Start one role at its seat, again if need be."""
+        seat = self.seats[role, index]
+        step = self._step_of[seat.node]
+        step.order({"do": "start", "node": seat.node, "role": role, "index": index, "devices": seat.devices})
+        self.running[role, index] = step
+
+    def died(self) -> list[Ended]:
+        """The processes that have ended since the last call.
+
+        Raises:
+            AttemptFailed: a step has ended, and all that ran in it.
+        """
+        self._listen(0.0)
+        self._require_steps()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _listen(self, wait_s: float) -> None:
+        for answer in self._heard(wait_s) if wait_s else self._heard(1e-3):
+            key = (answer["role"], answer["index"])
+            if self.running.pop(key, None) is not None:
+                self._ended.append(Ended(*key, answer["code"]))
+
+    def last_lines(self, role: str, index: int) -> str:
+        """The end of a role's log, for the message that says why the run ended."""
+        return last_lines(self.attempt.log(role, index))
+
+    def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
+        """End everything within ``timeout_s`` seconds, and then the agents: trainers first, as on one machine."""
+        deadline = time.monotonic() + timeout_s
+        self._end([key for key in self.running if key[0] == "trainer"], deadline - KILL_RESERVE_S, at_once)
+        self._end(list(self.running), deadline, at_once)
+        self._leave()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, keys: Sequence[tuple[str, int]], deadline: float, at_once: Callable[[], bool]) -> None:
+        self._signal(keys, signal.SIGTERM)
+        while self._still(keys) and time.monotonic() < deadline and not at_once():
+            self._listen(POLL_S)
+        self._signal(self._still(keys), signal.SIGKILL)
+        last = time.monotonic() + KILL_RESERVE_S
+        while self._still(keys) and time.monotonic() < last:
+            self._listen(POLL_S)
+        for key in self._still(keys):  # its node does not answer any more
+            del self.running[key]
+            self._ended.append(Ended(*key, -signal.SIGKILL))
+
+    def _still(self, keys: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Those that run, as far as one can know: with its step a process is gone."""
+        for key in keys:
+            if key in self.running and self.running[key].process.poll() is not None:
+                del self.running[key]
+                self._ended.append(Ended(*key, -signal.SIGKILL))
+        return [key for key in keys if key in self.running]
+
+    def _signal(self, keys: Sequence[tuple[str, int]], number: int) -> None:
+        for role, index in keys:
+            order = {"do": "signal", "node": self.seats[role, index].node, "role": role, "index": index}
+            self.running[role, index].order({**order, "number": number})
+
+    def _leave(self) -> None:
+        for step in self._steps:
+            step.leave()

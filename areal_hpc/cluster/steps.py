@@ -1,0 +1,46 @@
+"""The srun commands that put an agent on every node of a job: one step a component. Pure functions."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from areal_hpc.cluster.components import components_of
+from areal_hpc.cluster.environment import Allocation
+from areal_hpc.config.schema import Config
+
+Step = tuple[Sequence[str], Sequence[str]]
+"""A command, and the nodes it puts a task on."""
+
+
+def step_commands(
+    config: Config, job: Allocation, nodes: Mapping[str, Sequence[str]], agent: Sequence[str]
+) -> list[Step]:
+    """The steps of a job.
+
+    Args:
+        nodes: of each component of the run, by its name.
+        agent: the command of one task, without what goes before it on this site.
+    """
+    words = [*shlex.split(config.cluster.prefix), *agent]
+    if config.cluster.setup:
+        words = ["bash", "-c", "\n".join([*config.cluster.setup, 'exec "$@"']), "bash", *words]
+    if len(job.components) == 1:
+        every = [node for where in nodes.values() for node in where]
+        cpus = components_of(config)[0].request.cpus
+        return [([*_srun(len(every), cpus), *words], every)]
+    return [
+        ([*_srun(len(nodes[one.name]), one.request.cpus), f"--het-group={group}", *words], nodes[one.name])
+        for group, one in enumerate(components_of(config))
+    ]
+
+
+def _srun(num_nodes: int, cpus: int) -> list[str]:
+    """One task a node. Its output is carried line by line, which is what keeps the lines of several nodes whole.
+
+    A step does not inherit the job's CPUs for each task (since Slurm 22.05), and shares the nodes with those of other
+    tools. What ends one task ends the step: a node without its agent is of no use.
+    """
+    options = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--mpi=none"]
+    options += [f"--cpus-per-task={cpus}"] if cpus else []
+    return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *options]

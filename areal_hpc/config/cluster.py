@@ -1,0 +1,109 @@
+"""The section ``cluster``: where a run runs, and what it asks Slurm for. No knob has a site's value as its default.
+
+Every field of `cluster.all` can be said again for one component, under `cluster.trainer`, `cluster.generation` or
+`cluster.rollout`; what is empty there is taken from `cluster.all`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+
+class Shape(StrEnum):
+    LOCAL = "local"
+    HET = "het"
+    SPLIT = "split"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentConfig:
+    """What one component asks for. A text is handed to sbatch as it is; empty asks for nothing."""
+
+    nodes: int = 0
+    """Nodes of the component; 0 is as in cluster.all, and for rollout: on the trainer's nodes."""
+    cpus: int = 0
+    """CPUs on each node (--cpus-per-task, one task a node); 0 is as in cluster.all, and there what Slurm gives."""
+    gpus: int = 0
+    """GPUs of a node that the run uses; 0 is what gres, gpus_per_node or gpus_per_task say. To be said where a site
+    gives whole nodes and knows no such option."""
+    account: str = ""
+    """Account that pays (--account)."""
+    partition: str = ""
+    """Partition (--partition)."""
+    qos: str = ""
+    """Quality of service (--qos)."""
+    time: str = ""
+    """Time limit as Slurm reads it, such as "1-00:00:00" or "90" minutes, in quotes (--time)."""
+    constraint: str = ""
+    """Node features (--constraint)."""
+    reservation: str = ""
+    """Reservation (--reservation)."""
+    gres: str = ""
+    """Generic resources of a node, such as "gpu:4" (--gres)."""
+    gpus_per_node: str = ""
+    """GPUs of a node, such as "4" or "a100:4", where the site wants it so (--gpus-per-node)."""
+    gpus_per_task: str = ""
+    """The same, with one task a node (--gpus-per-task)."""
+    mem: str = ""
+    """Memory of a node, such as "64G"; "0" is all of it (--mem)."""
+    mem_per_cpu: str = ""
+    """Memory for each CPU (--mem-per-cpu)."""
+    mem_per_gpu: str = ""
+    """Memory for each GPU (--mem-per-gpu)."""
+    exclusive: str = ""
+    """Whole nodes: "yes", or "user" or "mcs" (--exclusive)."""
+    nodelist: str = ""
+    """Nodes that must be among those given (--nodelist)."""
+    exclude: str = ""
+    """Nodes that must not (--exclude)."""
+    switches: str = ""
+    """Most leaf switches, such as "1@10:00" (--switches)."""
+    licenses: str = ""
+    """Licences (--licenses)."""
+    network: str = ""
+    """Network or switch setting (--network)."""
+    raw: tuple[str, ...] = ()
+    """Further sbatch options as they are, such as "--core-spec=0"; of a component: after those of cluster.all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    shape: Shape = Shape.LOCAL
+    """`local`: processes of this machine. `het`: one heterogeneous Slurm job, a component for each role group.
+    `split`: one plain Slurm job whose nodes are divided, for sites without heterogeneous jobs."""
+    all: ComponentConfig = field(default_factory=lambda: ComponentConfig(nodes=1))
+    """What every component asks for unless it says otherwise."""
+    trainer: ComponentConfig = field(default_factory=ComponentConfig)
+    """Component of the trainer, the evaluator and, unless they have their own, the rollout workers."""
+    generation: ComponentConfig = field(default_factory=ComponentConfig)
+    """Component of the engines."""
+    rollout: ComponentConfig = field(default_factory=ComponentConfig)
+    """Component of the rollout workers, where cluster.rollout.nodes is above 0."""
+    job_name: str = ""
+    """Name of the Slurm job; empty is the run's."""
+    comment: str = ""
+    """Comment of the job (--comment)."""
+    dependency: str = ""
+    """What the job waits for, such as "afterok:123" (--dependency)."""
+    mail_type: str = ""
+    """When Slurm writes a mail (--mail-type)."""
+    mail_user: str = ""
+    """To whom (--mail-user)."""
+    signal_lead_s: int = 300
+    """Seconds before the time limit at which the run is told to stop; limits.stop_s must fit into it."""
+    requeue: bool = True
+    """Requeue the job when it stopped at its time limit, was pre-empted or lost a node."""
+    setup: tuple[str, ...] = ()
+    """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
+    prefix: str = ""
+    """Command that every Python of the run is started through, such as "apptainer exec --nv image.sif"."""
+    python: str = ""
+    """Python interpreter on the nodes; empty is the one that submits."""
+
+
+def inherited(component: ComponentConfig, everywhere: ComponentConfig) -> ComponentConfig:
+    """A component with what it leaves empty filled from ``cluster.all``; ``raw`` of both, in that order."""
+    names = [field.name for field in fields(ComponentConfig) if field.name != "raw"]
+    filled = {name: getattr(component, name) or getattr(everywhere, name) for name in names}
+    return ComponentConfig(**filled, raw=everywhere.raw + component.raw)

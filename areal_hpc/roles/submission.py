@@ -1,0 +1,111 @@
+"""``areal-hpc submit``: a run handed to Slurm once, from any directory, and never twice at the same time.
+
+run directory/slurm/
+  submission-0001.json     who submits; then the job's id
+  config-0001.yaml         what was submitted: later edits of the configuration do not reach a queued job
+  1234.log                 the batch script's output, over all requeues of job 1234
+  1234/                    the script as sbatch got it, and submitit's files
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.components import components_of, seats
+from areal_hpc.cluster.executor import Launch, submit
+from areal_hpc.cluster.hetjob import job_of
+from areal_hpc.cluster.jobs import queued
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.cluster import Shape
+from areal_hpc.config.describe import dump
+from areal_hpc.config.keys import with_value
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError, RunDirError
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
+from areal_hpc.roles.supervisor import roles_of
+
+SUBMISSION = re.compile(r"submission-(\d{4})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job in Slurm's queue."""
+
+    job_id: str
+    run: RunDir
+    log: Path
+
+
+def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Sequence[str] = ()) -> Submitted:
+    """Have Slurm run ``config``; returns when it is in the queue.
+
+    Args:
+        main: the command line, which the job calls with ``run``, the configuration and ``options``.
+
+    Raises:
+        ConfigError: the shape needs no Slurm, or the processes do not fit on the nodes.
+        RunDirError: a job of this run is in the queue already, or somebody submits it at the same moment.
+        SubmissionError: Slurm refused; says why.
+    """
+    if config.cluster.shape is Shape.LOCAL:
+        raise ConfigError("cluster.shape: local runs on this machine with `areal-hpc run`; set it to het or split")
+    require_room(config)
+    config = with_value(config, "run_root", str(Path(config.run_root).absolute()))
+    run = RunDir.create(Path(config.run_root) / config.name)
+    room = make_private_directory(run.root / "slurm")
+    number = _next_submission(room)
+    record = room / f"submission-{number:04d}.json"
+    owner = Owner.this_process().record()
+    if not create_exclusive(record, b"{}"):
+        raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
+    copy = room / f"config-{number:04d}.yaml"
+    publish(copy, dump(config).encode())
+    log = room / "%j.log"
+    python = shlex.join([*shlex.split(config.cluster.prefix), config.cluster.python or sys.executable])
+    try:
+        job_id = submit(
+            job_of(config, log=str(log), directory=Path.cwd()),
+            Launch(main, ("run", str(copy), *options)),
+            room,
+            python=python,
+        )
+    except BaseException:
+        record.unlink()
+        raise
+    publish_json(record, {"job_id": job_id, "submitter": owner})
+    return Submitted(job_id, run, Path(str(log).replace("%j", job_id)))
+
+
+def require_room(config: Config) -> None:
+    """Raise ConfigError unless every process has a seat."""
+    nodes = {one.name: [f"node {number}" for number in range(one.request.nodes)] for one in components_of(config)}
+    seats(config, nodes, roles_of(config))
+
+
+def _next_submission(room: Path) -> int:
+    """The number of the next one, if the one before is over.
+
+    Raises:
+        RunDirError: it is not.
+    """
+    numbers = sorted(int(match[1]) for name in os.listdir(room) if (match := SUBMISSION.fullmatch(name)))
+    if not numbers:
+        return 1
+    before = room / f"submission-{numbers[-1]:04d}.json"
+    record: dict[str, Any] = read_json(before)
+    if "job_id" not in record:
+        raise RunDirError(f"{before} tells of a submission under way; remove it if nobody is submitting")
+    state = queued(record["job_id"])
+    if state:
+        raise RunDirError(
+            f"{room.parent} is job {record['job_id']} in Slurm's queue ({state}); stop it with `areal-hpc stop "
+            f"{room.parent}` or `scancel {record['job_id']}`, or set another `name`"
+        )
+    return numbers[-1] + 1

@@ -1,0 +1,35 @@
+"""Which launcher starts a run's processes: those of this machine, or of the nodes of the Slurm job that we are in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from areal_hpc.cluster.components import divide, seats
+from areal_hpc.cluster.environment import allocation
+from areal_hpc.cluster.local import LocalLauncher
+from areal_hpc.cluster.remote import RemoteLauncher
+from areal_hpc.cluster.steps import step_commands
+from areal_hpc.config.cluster import Shape
+from areal_hpc.config.schema import Config
+from areal_hpc.fs import RunDir
+
+
+def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, int]) -> LocalLauncher | RemoteLauncher:
+    """The launcher of attempt ``epoch``.
+
+    Args:
+        roles: how many processes of each role there will be.
+
+    Raises:
+        ConfigError: the shape needs a Slurm job, and this is none or has other nodes.
+        AttemptFailed: a node of the job does not answer.
+    """
+    if config.cluster.shape is Shape.LOCAL:
+        return LocalLauncher.of(config, run, epoch)
+    job = allocation(os.environ)
+    nodes = divide(config, job.components)
+    agent = [config.cluster.python or sys.executable, "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
+    steps = step_commands(config, job, nodes, agent)
+    return RemoteLauncher(run, epoch, steps, seats(config, nodes, roles), config.limits.start_s)

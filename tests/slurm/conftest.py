@@ -1,0 +1,47 @@
+"""One real cluster for all tests of this directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster, unusable
+from tiny_models import make_model
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark these tests. Where they cannot run they are skipped and say why; in continuous integration they fail."""
+    why = unusable()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+            if why and not os.environ.get("CI"):
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    assert not unusable(), unusable()
+    # Not below the session's directory, whose path is too long for a socket when the tests run in parallel.
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "c") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def model(slurm: SlurmCluster) -> Path:
+    """A model with random weights in a directory that all nodes see."""
+    path = slurm.dir / "model"
+    make_model(path, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
+    return path
+
+
+@pytest.fixture
+def home(slurm: SlurmCluster, request: pytest.FixtureRequest) -> Path:
+    """A directory of the test's own that all nodes see."""
+    path = slurm.dir / "home" / request.node.name
+    path.mkdir(parents=True)
+    return path
