@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.hetjob import EXIT_STOPPED, Job, render
+from areal_hpc.cluster.hetjob import Job, render
 from areal_hpc.errors import SubmissionError
 
 
@@ -29,14 +29,10 @@ class Launch:
         """Run to the end; the exit code, if it is 0.
 
         Raises:
-            SystemExit: the run stopped with more to do, or failed. No result is kept of the first, since it is none.
-            RuntimeError: it failed; what it said is in the job's log.
+            SystemExit: it is another. submitit then keeps no result, which is right: the run failed, or will go on.
         """
-        code = self.main(self.arguments)
-        if code == EXIT_STOPPED:
+        if code := self.main(self.arguments):
             sys.exit(code)
-        if code:
-            raise RuntimeError(f"areal-hpc {' '.join(self.arguments)} ended with exit code {code}; see its log")
         return code
 
 

@@ -40,10 +40,10 @@ fi
 """
 
 RUN = """\
-# SIGTERM: Slurm ends the job, whatever the reason; the run stops in order. {signal}: the time limit is near.
+# SIGTERM: Slurm ends the job, whatever the reason. {signal}: it soon will, at the time limit or for another job.
 ending=""
-trap 'kill -TERM "$run"' TERM
-trap 'ending=1; kill -TERM "$run"' {signal}
+trap 'ending=term; kill -TERM "$run" 2>/dev/null' TERM
+trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
 {command} &
 run=$!
 while kill -0 "$run" 2>/dev/null; do wait "$run"; done
@@ -51,11 +51,16 @@ wait "$run"
 code=$?
 """
 
-REQUEUE = """\
-if [ "$code" -eq {stopped} ] && [ -n "$ending" ]; then  # stopped with a checkpoint, and there is more to do
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile
+STOPPED = """\
+if [ "$code" -eq {stopped} ]; then  # it has a checkpoint, and there is more to do
+  case "$ending" in
+    "") code=0 ;;  # a person stopped it
+    soon) {again} ;;
+  esac
 fi
 """
+REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'  # Slurm ends the script meanwhile
+TELL = 'echo "areal-hpc: the time is up; go on with areal-hpc submit --resume" >&2'
 SIGNAL = "USR1"
 EXIT_STOPPED = 75
 """Of a run that ended in order with more to do (EX_TEMPFAIL of sysexits.h)."""
@@ -137,8 +142,7 @@ def render(job: Job, command: str) -> str:
     if job.setup:
         parts.append("\n".join(job.setup))
     parts.append(RUN.format(signal=SIGNAL, command=command).rstrip())
-    if job.requeue:
-        parts.append(REQUEUE.format(stopped=EXIT_STOPPED).rstrip())
+    parts.append(STOPPED.format(stopped=EXIT_STOPPED, again=REQUEUE if job.requeue else TELL).rstrip())
     parts.append('exit "$code"')
     return "\n\n".join(parts) + "\n"
 

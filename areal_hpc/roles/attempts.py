@@ -143,9 +143,9 @@ class Attempts:
                 supervisor.start(roles)
                 outcome = supervisor.watch()
             finally:
-                ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.count > 1)
+                ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.insist)
                 show()
-        if outcome == "stopped" and self.signals.count > 1:
+        if outcome == "stopped" and self.signals.insist:
             return "aborted"
         if outcome == "stopped":
             judge_stopped(launcher, ended)

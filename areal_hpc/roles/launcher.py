@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
@@ -83,7 +84,7 @@ def run_local(
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
     preflight(config)
-    with Signals() as signals, console:
+    with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
         attempts = Attempts(
             run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
         )

@@ -22,10 +22,19 @@ LOOK_S = 0.25
 
 @dataclass(slots=True)
 class Signals:
-    """Requests to stop as a count: the first asks for a checkpoint and an end, the second for an end at once."""
+    """Requests to stop as a count: the first asks for a checkpoint and an end, a person's second for an end at once.
 
+    A scheduler sends several for one end, and kills when its patience is over.
+    """
+
+    from_scheduler: bool = False
     count: int = 0
     previous: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def insist(self) -> bool:
+        """Whether to end at once."""
+        return self.count > 1 and not self.from_scheduler
 
     def __enter__(self) -> Signals:
         numbers = [signal.SIGINT, signal.SIGTERM]

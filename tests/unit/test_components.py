@@ -1,0 +1,161 @@
+"""Who sits where: the environment of a job as data, nodes to components, processes to nodes and GPUs, steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.cluster.agent import visible_devices
+from areal_hpc.cluster.components import Seat, components_of, divide, seats
+from areal_hpc.cluster.environment import Allocation, allocation
+from areal_hpc.cluster.plan import plan_lines
+from areal_hpc.cluster.steps import step_commands
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
+from areal_hpc.roles.supervisor import roles_of
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+
+HET = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST": "n4",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n4",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
+}
+"""Of a real job whose leader's node sorts last."""
+
+
+def config_of(*words: str) -> Config:
+    return resolve(load([QUICKSTART], ["cluster.shape=het", *words]))
+
+
+def test_A46_the_first_node_is_the_leaders_and_not_the_first_by_name() -> None:
+    job = allocation(HET)
+    assert job == Allocation(job_id="17", restarts=0, components=(("n4",), ("n1", "n2")))
+    config = config_of("cluster.generation.nodes=2")
+    placed = seats(config, divide(config, job.components), roles_of(config))
+    assert placed["trainer", 0] == Seat(node="n4")
+
+
+def test_a_plain_job_is_one_component_and_requeues_are_counted() -> None:
+    environment = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_RESTART_COUNT": "2"}
+    assert allocation(environment) == Allocation(job_id="3", restarts=2, components=(("n1", "n2", "n3"),))
+
+
+def test_outside_of_a_job_one_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"areal-hpc submit.*cluster\.shape=local"):
+        allocation({"HOME": "/root"})
+
+
+def test_a_plain_jobs_nodes_are_divided_in_order() -> None:
+    config = config_of("cluster.shape=split", "cluster.generation.nodes=2", "cluster.rollout.nodes=1")
+    nodes = divide(config, [("n1", "n2", "n3", "n4")])
+    assert nodes == {"trainer": ("n1",), "generation": ("n2", "n3"), "rollout": ("n4",)}
+
+
+@pytest.mark.parametrize("allocated", [[("n1",)], [("n1",), ("n2", "n3")], [("n1",), ("n2",), ("n3",)]])
+def test_a_job_of_other_nodes_is_refused(allocated: list[tuple[str, ...]]) -> None:
+    with pytest.raises(ConfigError, match="the configuration asks for trainer 1, generation 1"):
+        divide(config_of(), allocated)
+
+
+def test_A25_missing_gpus_are_an_error_at_once_that_says_how_many() -> None:
+    config = config_of("cluster.generation.gres=gpu:4", "generation.replicas=5")
+    with pytest.raises(ConfigError, match=r"cluster\.generation: 5 GPUs are needed on g1, and 4 are asked for"):
+        seats(config, {"trainer": ["t1"], "generation": ["g1"]}, roles_of(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ((), 0),
+        (("gres=gpu:4",), 4),
+        (("gres=gpu:a100:2",), 2),
+        (("gres='shard:4,gpu:h100:8'",), 8),
+        (("gres=gpu",), 1),
+        (("gres=lustre:1",), 0),
+        (("gpus_per_node='4'",), 4),
+        (("gpus_per_node='a100:3'",), 3),
+        (("gpus_per_task=h100:2",), 2),
+        (("gpus=6",), 6),
+    ],
+)
+def test_gpus_are_known_however_a_site_has_them_asked_for(words: tuple[str, ...], gpus: int) -> None:
+    config = config_of(*(f"cluster.generation.{word}" for word in words))
+    assert [component.gpus for component in components_of(config)] == [0, gpus]
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_seats_are_even_in_blocks_and_share_no_gpu(replicas: int, nodes: int) -> None:
+    config = config_of(f"generation.replicas={replicas}", f"cluster.generation.nodes={nodes}", "cluster.all.gpus=40")
+    where = {"trainer": ["t1"], "generation": [f"g{number}" for number in range(nodes)]}
+    placed = seats(config, where, roles_of(config))
+    mine = [placed["generator", index] for index in range(replicas)]
+    counts = Counter(seat.node for seat in mine)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert [seat.node for seat in mine] == sorted((seat.node for seat in mine), key=where["generation"].index)
+    assert len({(seat.node, device) for seat in mine for device in seat.devices}) == replicas
+    for node, count in counts.items():
+        assert [device for seat in mine if seat.node == node for device in seat.devices] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,MIG-c,MIG-d"}, {"CUDA_VISIBLE_DEVICES": "MIG-c,MIG-d"}),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
+        ({}, {"CUDA_VISIBLE_DEVICES": "2,3", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
+    ],
+)
+def test_A10_devices_are_bound_by_the_names_that_slurm_gave_them(
+    environment: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert visible_devices((2, 3), environment) == expected
+    assert visible_devices((), environment) == {}
+
+
+AGENT = ["python", "-m", "areal_hpc.cluster.agent", "/run", "1"]
+
+
+def test_a_heterogeneous_job_has_a_step_for_each_component() -> None:
+    config = config_of("cluster.all.cpus=8", "cluster.generation.nodes=2")
+    job = allocation(HET)
+    (first, where), (second, there) = step_commands(config, job, divide(config, job.components), AGENT)
+    assert (list(where), list(there)) == (["n4"], ["n1", "n2"])
+    assert {"--het-group=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=8"} <= set(first)
+    assert {"--het-group=1", "--nodes=2", "--ntasks=2", "--cpus-per-task=8"} <= set(second)
+    assert list(first[-5:]) == AGENT
+
+
+def test_a_plain_job_has_one_step_on_all_nodes() -> None:
+    config = config_of("cluster.shape=split", "cluster.generation.nodes=2")
+    job = Allocation(job_id="1", restarts=0, components=(("n1", "n2", "n3"),))
+    ((command, nodes),) = step_commands(config, job, divide(config, job.components), AGENT)
+    assert list(nodes) == ["n1", "n2", "n3"]
+    assert "--nodes=3" in command
+    assert not [word for word in command if word.startswith("--het-group")]
+
+
+def test_what_a_site_needs_comes_before_the_agent() -> None:
+    config = config_of("cluster.prefix=apptainer exec 'my image.sif'", "cluster.setup=[module load cuda]")
+    job = allocation(HET | {"SLURM_JOB_NODELIST_HET_GROUP_1": "n1"})
+    (command, _), _ = step_commands(config, job, divide(config, job.components), AGENT)
+    words = list(command[command.index("bash") :])
+    assert words == ["bash", "-c", 'module load cuda\nexec "$@"', "bash", "apptainer", "exec", "my image.sif", *AGENT]
+
+
+def test_the_plan_names_every_process_and_what_is_asked_for() -> None:
+    config = config_of("generation.replicas=3", "cluster.generation.gres=gpu:4", "cluster.all.account=abc")
+    text = "\n".join(plan_lines(config, roles_of(config)))
+    for role, count in roles_of(config).items():
+        assert all(f"{role}-{index}" in text for index in range(count))
+    assert "generator-2 on GPU 2" in text
+    assert text.count("account=abc") == 2
