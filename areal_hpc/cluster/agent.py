@@ -4,6 +4,7 @@
     ----------------------------------                      ----------------------------------------------
                                                    <-----   {"node", "ready": true}
     {"node", "do": "start", role, index, devices}  ----->   a process of its own, as on a laptop
+                                                   <-----   {"node", role, index, "pid"}
     {"node", "do": "signal", role, index, number}  ----->
                                                    <-----   {"node", role, index, "code"} when a process has ended
     {"do": "leave"}, or the end of the input       ----->   ends what still runs, and itself
@@ -70,6 +71,7 @@ class Agent:
             key = (order["role"], order["index"])
             if order["do"] == "start":
                 self.launcher.start(*key, visible_devices(order["devices"], self.environment))
+                self.say({"role": key[0], "index": key[1], "pid": self.launcher.running[key].pid})
             elif process := self.launcher.running.get(key):
                 _signal(process.pid, order["number"])
         return True

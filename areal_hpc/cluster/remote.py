@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,8 @@ from areal_hpc.fs import AttemptDir, RunDir
 POLL_S = 0.1
 LEAVE_S = 15.0
 """How long an agent that was told to leave may take, and then its srun."""
+ABANDON_S = 1.0
+"""The same where not all have come up, so that nothing has been started yet."""
 
 
 class Step:
@@ -61,12 +64,11 @@ class Step:
             return False
         return True
 
-    def leave(self) -> None:
-        """Have all that is on the nodes end, and wait for it."""
-        self.order({"do": "leave"})
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end of agents that were told to leave; insist when ``limit_s`` is over."""
         for insist in (self.process.terminate, self.process.kill):
             try:
-                self.process.wait(LEAVE_S)
+                self.process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 insist()
         self.process.wait()
@@ -75,6 +77,24 @@ class Step:
         return (
             f"the step on {','.join(self.nodes)} ended with code {self.process.poll()}; the end of {self.log}:\n"
             f"{last_lines(self.log)}"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteProcess:
+    """One role as ``subprocess.Popen`` would show it, with what is needed of that."""
+
+    role: str
+    index: int
+    node: str
+    step: Step
+    pid: int = 0
+    """On its node; 0 until the agent has told it."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Have the agent send it; nothing if the process, or its node, is gone."""
+        self.step.order(
+            {"do": "signal", "node": self.node, "role": self.role, "index": self.index, "number": int(number)}
         )
 
 
@@ -105,7 +125,7 @@ class RemoteLauncher:
     ) -> None:
         self.attempt: AttemptDir = run.attempt(epoch)
         self.seats = seats
-        self.running: dict[tuple[str, int], Step] = {}
+        self.running: dict[tuple[str, int], RemoteProcess] = {}
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ended: list[Ended] = []
         self._steps: list[Step] = []
@@ -114,7 +134,7 @@ class RemoteLauncher:
                 self._steps.append(Step(command, nodes, self.attempt.log("step", number), self._answers))
             self._wait_for_agents(start_s)
         except BaseException:
-            self._leave()
+            self._leave(ABANDON_S)
             raise
         self._step_of = {node: step for step in self._steps for node in step.nodes}
 
@@ -132,9 +152,10 @@ class RemoteLauncher:
                 )
 
     def _heard(self, wait_s: float) -> Iterator[dict[str, Any]]:
-        """What agents have said; waits for the first."""
+        """What agents have said; waits ``wait_s`` seconds at most for the first."""
         try:
-            yield self._answers.get(timeout=wait_s)
+            if wait_s:
+                yield self._answers.get(timeout=wait_s)
             while True:
                 yield self._answers.get_nowait()
         except queue.Empty:
@@ -150,7 +171,7 @@ class RemoteLauncher:
         seat = self.seats[role, index]
         step = self._step_of[seat.node]
         step.order({"do": "start", "node": seat.node, "role": role, "index": index, "devices": seat.devices})
-        self.running[role, index] = step
+        self.running[role, index] = RemoteProcess(role=role, index=index, node=seat.node, step=step)
 
     def died(self) -> list[Ended]:
         """The processes that have ended since the last call.
@@ -158,15 +179,17 @@ class RemoteLauncher:
         Raises:
             AttemptFailed: a step has ended, and all that ran in it.
         """
-        self._listen(0.0)
+        self._listen()
         self._require_steps()
         ended, self._ended = self._ended, []
         return ended
 
-    def _listen(self, wait_s: float) -> None:
-        for answer in self._heard(wait_s) if wait_s else self._heard(1e-3):
+    def _listen(self, wait_s: float = 0.0) -> None:
+        for answer in self._heard(wait_s):
             key = (answer["role"], answer["index"])
-            if self.running.pop(key, None) is not None:
+            if key in self.running and "pid" in answer:
+                self.running[key].pid = answer["pid"]
+            elif self.running.pop(key, None) is not None:
                 self._ended.append(Ended(*key, answer["code"]))
 
     def last_lines(self, role: str, index: int) -> str:
@@ -178,7 +201,7 @@ class RemoteLauncher:
         deadline = time.monotonic() + timeout_s
         self._end([key for key in self.running if key[0] == "trainer"], deadline - KILL_RESERVE_S, at_once)
         self._end(list(self.running), deadline, at_once)
-        self._leave()
+        self._leave(LEAVE_S)
         ended, self._ended = self._ended, []
         return ended
 
@@ -197,16 +220,17 @@ class RemoteLauncher:
     def _still(self, keys: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         """Those that run, as far as one can know: with its step a process is gone."""
         for key in keys:
-            if key in self.running and self.running[key].process.poll() is not None:
+            if key in self.running and self.running[key].step.process.poll() is not None:
                 del self.running[key]
                 self._ended.append(Ended(*key, -signal.SIGKILL))
         return [key for key in keys if key in self.running]
 
     def _signal(self, keys: Sequence[tuple[str, int]], number: int) -> None:
-        for role, index in keys:
-            order = {"do": "signal", "node": self.seats[role, index].node, "role": role, "index": index}
-            self.running[role, index].order({**order, "number": number})
+        for key in keys:
+            self.running[key].send_signal(number)
 
-    def _leave(self) -> None:
+    def _leave(self, limit_s: float) -> None:
         for step in self._steps:
-            step.leave()
+            step.order({"do": "leave"})
+        for step in self._steps:
+            step.wait(limit_s)

@@ -3,7 +3,7 @@
     launcher                            role process
     --------                            ------------
     ask_all(attempt)                    its heartbeat's thread sees the request and appends the stacks of all threads
-    ask_silent(pid)                     SIGQUIT: its main thread's stack, written by C code in the signal's handler
+    ask_silent(process)                 SIGQUIT: its main thread's stack, written by C code in the signal's handler
 
 A process whose heart beats is asked by a file: to read the frames of threads that run is safe only for who holds the
 interpreter, and a crash of one that works would be a high price. One that is silent is stopped, or hangs in C and
@@ -16,13 +16,22 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from contextlib import suppress
+from typing import Protocol
 
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.fs import PRIVATE_FILE, AttemptDir, names_in, publish_json
 
 REQUEST = "request.json"
 """How often stacks were asked for, in the directory of the stacks."""
+
+
+class Process(Protocol):
+    """A running role as its launcher holds it, wherever it runs; one that is gone takes a signal without an error."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class Stacks:
@@ -48,16 +57,15 @@ def ask_all(attempt: AttemptDir) -> None:
     publish_json(attempt.stacks / REQUEST, _asked(attempt) + 1)
 
 
-def ask_silent(pid: int, *, wake: bool = False) -> None:
+def ask_silent(process: Process, *, wake: bool = False) -> None:
     """Ask one that is silent. One that has never had a heartbeat would end by it.
 
     Args:
         wake: let a stopped process go on, so that it answers: that is, where it was stopped.
     """
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGQUIT)
-        if wake:
-            os.kill(pid, signal.SIGCONT)
+    process.send_signal(signal.SIGQUIT)
+    if wake:
+        process.send_signal(signal.SIGCONT)
 
 
 def _asked(attempt: AttemptDir) -> int:

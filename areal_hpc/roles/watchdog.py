@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from areal_hpc.cluster.owner import STOPPED, Owner
 from areal_hpc.config.schema import LimitsConfig
@@ -34,13 +34,6 @@ REPEAT_S = 30.0
 """Shortest time until another root is named: the roots of one stall may change with each look."""
 
 
-class Process(Protocol):
-    """What is needed of a running role."""
-
-    @property
-    def pid(self) -> int: ...
-
-
 class Watchdog:
     """Watches the roles of one attempt from their heartbeats."""
 
@@ -54,7 +47,7 @@ class Watchdog:
         self._since: float | None = None  # when the trouble began
         self._named, self._told = "", -math.inf
 
-    def look(self, running: Mapping[tuple[str, int], Process]) -> None:
+    def look(self, running: Mapping[tuple[str, int], stacks.Process]) -> None:
         """Judge the roles that run.
 
         Raises:
@@ -64,7 +57,7 @@ class Watchdog:
         if now < self._next_look or not running:
             return
         self._next_look = now + min(WATCH_S, self._half_s)
-        processes = {f"{role}-{index}": process.pid for (role, index), process in running.items()}
+        processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
         explanation = explain(seen, self._half_s)
         if explanation.trouble:
@@ -100,7 +93,9 @@ class Watchdog:
             f"{self._attempt.stacks}; mend the cause and go on from the last checkpoint with --resume"
         )
 
-    def _show_stacks(self, seen: Sequence[Seen], processes: Mapping[str, int], *, wake: bool = False) -> None:
+    def _show_stacks(
+        self, seen: Sequence[Seen], processes: Mapping[str, stacks.Process], *, wake: bool = False
+    ) -> None:
         """Have every role append its stacks to its file; one that is stopped does when it goes on.
 
         Args:
@@ -110,7 +105,7 @@ class Watchdog:
         for name in (one.name for one in seen if one.absent):
             role, _, index = name.rpartition("-")
             beat = read_heartbeat(self._attempt, role, int(index))
-            if beat is None or beat["pid"] != processes[name]:
+            if beat is None or beat["pid"] != processes[name].pid:
                 continue  # one that is still coming up would end by the signal
             if wake or Owner.from_record(beat).kernel_state() != STOPPED:
                 stacks.ask_silent(processes[name], wake=wake)

@@ -49,12 +49,12 @@ def hanging(attempt: AttemptDir, call: str) -> Iterator[subprocess.Popen[bytes]]
         process.stdout.close()
 
 
-def until_shown(path: Path, pid: int, count: int, *, wake: bool = False) -> str:
+def until_shown(path: Path, process: subprocess.Popen[bytes], count: int, *, wake: bool = False) -> str:
     """Ask until it has shown so often that it hangs; at first it may be on its way there."""
     deadline = time.monotonic() + 60
     while (text := path.read_text()).count(" in hang") < count:
         assert time.monotonic() < deadline, text
-        ask_silent(pid, wake=wake)
+        ask_silent(process, wake=wake)
         time.sleep(0.01)
     return text
 
@@ -64,7 +64,7 @@ def test_a_process_that_hangs_shows_where_as_often_as_it_is_asked(call: str, att
     path = attempt.stack("trainer", 0)
     with hanging(attempt, call) as process:
         for count in (1, 2):
-            until_shown(path, process.pid, count)
+            until_shown(path, process, count)
         assert process.poll() is None, "the request ended it"
     assert path.stat().st_mode & 0o077 == 0
 
@@ -72,20 +72,20 @@ def test_a_process_that_hangs_shows_where_as_often_as_it_is_asked(call: str, att
 def test_a_stopped_process_shows_where_when_it_is_woken(attempt: AttemptDir) -> None:
     path = attempt.stack("trainer", 0)
     with hanging(attempt, "time.sleep(3600)") as process:
-        until_shown(path, process.pid, 1)
+        until_shown(path, process, 1)
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         before = path.read_text()
-        ask_silent(process.pid)
+        ask_silent(process)
         assert path.read_text() == before
-        until_shown(path, process.pid, before.count(" in hang") + 1, wake=True)
+        until_shown(path, process, before.count(" in hang") + 1, wake=True)
         assert process.poll() is None
 
 
 def test_one_that_is_gone_is_no_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    ask_silent(process.pid)
+    ask_silent(process)
 
 
 def test_each_request_is_answered_once_with_all_threads(attempt: AttemptDir) -> None:

@@ -31,6 +31,9 @@ TICKET: dict[str, Any] = {"what": "a free ticket", "parties": ["trainer-0"], "li
 class Process:
     pid: int
 
+    def send_signal(self, number: int) -> None:
+        raise AssertionError(f"nothing here sends signal {number}")
+
 
 class World:
     """A run of a trainer and a rollout worker; each second everybody beats who is not silenced."""
@@ -71,7 +74,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> World:
     caplog.set_level(logging.WARNING)
     made = World(RunDir.create(tmp_path / "run").attempt(1).create())
-    monkeypatch.setattr(stacks, "ask_silent", lambda pid, wake=False: made.asked.append((pid, wake)))
+    monkeypatch.setattr(stacks, "ask_silent", lambda process, wake=False: made.asked.append((process.pid, wake)))
     return made
 
 

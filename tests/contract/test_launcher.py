@@ -1,0 +1,191 @@
+"""Both launchers start, watch and end real processes alike; an agent is started without srun here, on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from launched import CONFIG, until
+
+from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.local import LocalLauncher
+from areal_hpc.cluster.remote import RemoteLauncher
+from areal_hpc.errors import AttemptFailed
+from areal_hpc.fs import RunDir
+from areal_hpc.protocols import Launcher
+from areal_hpc.roles.process import EXIT_STOPPED
+
+ROLE = ("trainer", 1)
+"""It waits for rank 0, which never comes up, and needs no model."""
+START_S = 60.0
+NODES = {"n1": ROLE, "n2": ("trainer", 2)}
+
+
+def agent(run: RunDir, node: str) -> list[str]:
+    variables = [f"SLURMD_NODENAME={node}", "SLURM_LAUNCH_NODE_IPADDR=127.0.0.1"]
+    return ["env", *variables, sys.executable, "-m", "areal_hpc.cluster.agent", str(run.root), "1"]
+
+
+def remote(run: RunDir, start_s: float = START_S, **commands: list[str]) -> RemoteLauncher:
+    """A step for each node."""
+    steps = [(commands.get(node, agent(run, node)), [node]) for node in NODES]
+    seats = {role: Seat(node=node) for node, role in NODES.items()}
+    return RemoteLauncher(run, 1, steps, seats, start_s)
+
+
+MAKE: Mapping[str, Callable[[RunDir], Any]] = {"local": lambda run: LocalLauncher(run, 1, {}), "remote": remote}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of three trainer ranks."""
+    made = RunDir.create(tmp_path / "run")
+    made.config.write_text(
+        yaml.safe_dump(CONFIG | {"model": {"path": "none"}, "trainer": CONFIG["trainer"] | {"ranks": 3}})
+    )
+    made.token.write_text("secret")
+    made.attempt(1).create()
+    return made
+
+
+@pytest.fixture(params=MAKE)
+def launcher(request: pytest.FixtureRequest, run: RunDir) -> Iterator[Any]:
+    made = MAKE[request.param](run)
+    try:
+        yield made
+    finally:
+        made.stop(0.0)
+
+
+def pid_of(launcher: Any) -> int:
+    def told() -> int:
+        assert launcher.died() == []
+        return int(launcher.running[ROLE].pid)
+
+    return int(until("the pid", told))
+
+
+def wait_until_up(run: RunDir) -> None:
+    until("a heartbeat", lambda: run.attempt(1).heartbeat(*ROLE).exists())
+
+
+def ended(launcher: Any) -> list[tuple[str, int]]:
+    return [(one.name, one.code) for one in until("an end", launcher.died)]
+
+
+def test_what_it_starts_is_told_when_it_dies_and_can_be_started_again(launcher: Any, run: RunDir) -> None:
+    assert isinstance(launcher, LocalLauncher | RemoteLauncher)
+    as_protocol: Launcher = launcher
+    as_protocol.start(*ROLE)
+    assert list(launcher.running) == [ROLE]
+    first = psutil.Process(pid_of(launcher))
+    wait_until_up(run)
+    line = first.cmdline()
+    assert line[line.index("areal_hpc.roles") + 1 :][:5] == ["trainer", "1", str(run.root), "1", "0"]
+    first.kill()
+    assert ended(launcher) == [("trainer-1", -signal.SIGKILL)]
+    assert not launcher.running
+    as_protocol.start(*ROLE)
+    line = psutil.Process(pid_of(launcher)).cmdline()
+    assert line[line.index("areal_hpc.roles") + 5] == "1", "it is told that it is the second"
+
+
+def test_a_signal_reaches_the_process_itself(launcher: Any, run: RunDir) -> None:
+    launcher.start(*ROLE)
+    pid_of(launcher)
+    wait_until_up(run)
+    launcher.running[ROLE].send_signal(signal.SIGKILL)
+    assert ended(launcher) == [("trainer-1", -signal.SIGKILL)]
+
+
+def test_a_stop_is_a_request_and_leaves_nothing(launcher: Any, run: RunDir) -> None:
+    launcher.start(*ROLE)
+    process = psutil.Process(pid_of(launcher))
+    wait_until_up(run)
+    assert [(one.name, one.code) for one in launcher.stop(30.0)] == [("trainer-1", EXIT_STOPPED)]
+    assert not process.is_running()
+    assert not launcher.running
+
+
+def test_who_does_not_stop_is_killed_in_time(launcher: Any, run: RunDir) -> None:
+    launcher.start(*ROLE)
+    pid = pid_of(launcher)
+    wait_until_up(run)
+    os.kill(pid, signal.SIGSTOP)
+    assert [(one.name, one.code) for one in launcher.stop(2.5)] == [("trainer-1", -signal.SIGKILL)]
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_end_of_a_log_is_at_hand(launcher: Any, run: RunDir) -> None:
+    run.attempt(1).log(*ROLE).write_text("first\nlast\n")
+    assert launcher.last_lines(*ROLE) == "first\nlast"
+
+
+def agents_of(launcher: RemoteLauncher) -> list[psutil.Process]:
+    return [psutil.Process(step.process.pid) for step in launcher._steps]
+
+
+def test_an_agent_that_is_lost_ends_the_attempt_and_takes_its_roles_along(run: RunDir) -> None:
+    launcher = remote(run)
+    launcher.start(*ROLE)
+    role = psutil.Process(pid_of(launcher))
+    wait_until_up(run)
+    first, second = agents_of(launcher)
+    first.kill()
+    with pytest.raises(AttemptFailed, match=r"the step on n1 ended with code -9; the end of .*step-0\.log"):
+        until("its end", launcher.died)
+    assert [(one.name, one.code) for one in launcher.stop(20.0)] == [("trainer-1", -signal.SIGKILL)]
+    role.wait(30)  # it has seen that its parent is another
+    assert not second.is_running()
+
+
+def test_agents_whose_launcher_is_gone_end_all_that_they_have_started(run: RunDir) -> None:
+    launcher = remote(run)
+    launcher.start(*ROLE)
+    role = psutil.Process(pid_of(launcher))
+    wait_until_up(run)
+    for step in launcher._steps:
+        step._orders.close()
+    for step in launcher._steps:
+        assert step.process.wait(30) == 0
+    assert not role.is_running()
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_the_agents_to_their_launcher(run: RunDir) -> None:
+    launcher = remote(run)
+    for one in agents_of(launcher):
+        one.terminate()
+    launcher.start(*ROLE)
+    assert pid_of(launcher)
+    assert [one.name for one in launcher.stop(0.0)] == ["trainer-1"]
+
+
+def test_A8_a_step_that_never_starts_is_said_at_once_with_what_slurm_said(run: RunDir) -> None:
+    refused = ["bash", "-c", "echo 'srun: error: Memory required by task is not available' >&2; exit 1"]
+    with pytest.raises(AttemptFailed, match=r"the step on n2 ended with code 1.*\n.*Memory required by task"):
+        remote(run, n2=refused)
+
+
+def test_a_node_that_does_not_answer_is_named(run: RunDir) -> None:
+    with pytest.raises(AttemptFailed, match=r"waited 2 s \(limits\.start_s\) for the agents on n2; look into"):
+        remote(run, 2.0, n2=["sleep", "600"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(run: RunDir) -> Iterator[None]:
+    yield
+    mine = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if str(run.root) in child.cmdline():
+                mine.append(child)
+    _, left = psutil.wait_procs(mine, timeout=20)
+    assert left == []
