@@ -27,20 +27,19 @@ def step_commands(
         words = ["bash", "-c", "\n".join([*config.cluster.setup, 'exec "$@"']), "bash", *words]
     if len(job.components) == 1:
         every = [node for where in nodes.values() for node in where]
-        cpus = components_of(config)[0].request.cpus
-        return [([*_srun(len(every), cpus), *words], every)]
+        return [([*_srun(len(every)), *words], every)]
     return [
-        ([*_srun(len(nodes[one.name]), one.request.cpus), f"--het-group={group}", *words], nodes[one.name])
+        ([*_srun(len(nodes[one.name])), f"--het-group={group}", *words], nodes[one.name])
         for group, one in enumerate(components_of(config))
     ]
 
 
-def _srun(num_nodes: int, cpus: int) -> list[str]:
+def _srun(num_nodes: int) -> list[str]:
     """One task a node. Its output is carried line by line, which is what keeps the lines of several nodes whole.
 
-    A step does not inherit the job's CPUs for each task (since Slurm 22.05), and shares the nodes with those of other
-    tools. What ends one task ends the step: a node without its agent is of no use.
+    A step that asks for no CPUs has all that the job has on its nodes, and shares them with those of other tools; it is
+    not bound, since what it starts are several processes. What ends one task ends the step: a node without its agent is
+    of no use.
     """
-    options = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--mpi=none"]
-    options += [f"--cpus-per-task={cpus}"] if cpus else []
+    options = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none"]
     return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *options]

@@ -27,7 +27,7 @@ from typing import Any
 
 from areal_hpc.cluster.owner import start_ticks
 
-PACKAGES = ("slurm-wlm", "munge", "slurmdbd", "mariadb-server", "libpmix2", "iproute2", "util-linux")
+PACKAGES = (Path(__file__).parent / "packages.txt").read_text(encoding="utf-8").split()
 PROGRAMS = ("slurmctld", "slurmd", "munged", "slurmdbd", "mariadbd", "ip", "nsenter", "unshare")
 SUBNET = "10.99.0"  # exists only inside the cluster's namespaces
 LOGIN = "login"

@@ -130,8 +130,8 @@ def test_a_heterogeneous_job_has_a_step_for_each_component() -> None:
     job = allocation(HET)
     (first, where), (second, there) = step_commands(config, job, divide(config, job.components), AGENT)
     assert (list(where), list(there)) == (["n4"], ["n1", "n2"])
-    assert {"--het-group=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=8"} <= set(first)
-    assert {"--het-group=1", "--nodes=2", "--ntasks=2", "--cpus-per-task=8"} <= set(second)
+    assert {"--het-group=0", "--nodes=1", "--ntasks=1", "--cpu-bind=none"} <= set(first)
+    assert {"--het-group=1", "--nodes=2", "--ntasks=2", "--cpu-bind=none"} <= set(second)
     assert list(first[-5:]) == AGENT
 
 
