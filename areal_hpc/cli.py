@@ -74,15 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
     run.set_defaults(command=_run)
 
-    plan = commands.add_parser("plan", help="what a run will ask Slurm for, and who will sit where")
-    _add_config_arguments(plan)
-    plan.set_defaults(command=_plan)
-
-    submit = commands.add_parser("submit", help="hand a run to Slurm and return at once")
-    _add_config_arguments(submit)
-    submit.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
-    submit.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
-    submit.set_defaults(command=_submit)
+    _add_slurm_commands(commands)
 
     config = commands.add_parser("config", help="show the resolved configuration")
     _add_config_arguments(config)
@@ -143,6 +135,18 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument("--to-step", type=int, default=0, metavar="T", help="the last step; all if not given")
     replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN_DIR-replay if not given")
     replay.set_defaults(command=_replay)
+
+
+def _add_slurm_commands(commands: Commands) -> None:
+    plan = commands.add_parser("plan", help="what a run will ask Slurm for, and who will sit where")
+    _add_config_arguments(plan)
+    plan.set_defaults(command=_plan)
+
+    submit = commands.add_parser("submit", help="hand a run to Slurm and return at once")
+    _add_config_arguments(submit)
+    submit.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    submit.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
+    submit.set_defaults(command=_submit)
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,15 @@ class Seat:
     """Which of the devices that the job has on the node are its; none where it has no say."""
 
 
+def require_slurm(config: Config) -> None:
+    """Raise ConfigError if the shape asks nothing of Slurm."""
+    if config.cluster.shape is Shape.LOCAL:
+        raise ConfigError(
+            "cluster.shape: local is for `areal-hpc run`, on this machine; set it to het, or to split where the site "
+            "has no heterogeneous jobs"
+        )
+
+
 def components_of(config: Config) -> tuple[Component, ...]:
     """The components of a run, the launcher's first."""
     cluster = config.cluster

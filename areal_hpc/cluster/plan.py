@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from areal_hpc.cluster.components import Component, components_of, num_devices, seats
+from areal_hpc.cluster.components import Component, components_of, num_devices, require_slurm, seats
 from areal_hpc.cluster.hetjob import FLAGS
 from areal_hpc.config.derived import model_ranks
 from areal_hpc.config.schema import Config
@@ -19,6 +19,7 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
     Raises:
         ConfigError: it cannot be; names the quantity that is missing.
     """
+    require_slurm(config)
     components = components_of(config)
     nodes = {one.name: _imagined(one) for one in components}
     placed = seats(config, nodes, roles)
@@ -29,8 +30,8 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
             here = [(key, seat) for key, seat in placed.items() if seat.node == node]
             yield f"  {node:<20} " + (", ".join(_named(*key, seat.devices) for key, seat in here) or "nobody")
     ranks = config.trainer.ranks
-    yield f"trainer      {ranks} ranks, data parallel {ranks // model_ranks(config)}"
-    yield f"generation   {config.generation.replicas} engines of {num_devices(config, 'generator')} devices"
+    yield f"world        {ranks} trainer ranks, data parallel {ranks // model_ranks(config)}"
+    yield f"engines      {config.generation.replicas}, each on {num_devices(config, 'generator')} devices"
 
 
 def _imagined(component: Component) -> tuple[str, ...]:
@@ -39,9 +40,9 @@ def _imagined(component: Component) -> tuple[str, ...]:
 
 def _asked(component: Component) -> Iterator[str]:
     request = component.request
-    yield f"{request.nodes} nodes"
+    yield f"nodes={request.nodes}"
     if request.cpus:
-        yield f"{request.cpus} CPUs each"
+        yield f"cpus={request.cpus}"
     yield from (f"{name.replace('_', '-')}={value}" for name in FLAGS if (value := getattr(request, name)))
     if request.exclusive:
         yield "whole nodes"

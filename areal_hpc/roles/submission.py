@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.components import components_of, seats
+from areal_hpc.cluster.components import components_of, require_slurm, seats
 from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.jobs import queued
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.config.cluster import Shape
 from areal_hpc.config.describe import dump
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import ConfigError, RunDirError
+from areal_hpc.errors import RunDirError
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
 from areal_hpc.roles.supervisor import roles_of
 
@@ -54,8 +53,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         RunDirError: a job of this run is in the queue already, or somebody submits it at the same moment.
         SubmissionError: Slurm refused; says why.
     """
-    if config.cluster.shape is Shape.LOCAL:
-        raise ConfigError("cluster.shape: local runs on this machine with `areal-hpc run`; set it to het or split")
+    require_slurm(config)
     require_room(config)
     config = with_value(config, "run_root", str(Path(config.run_root).absolute()))
     run = RunDir.create(Path(config.run_root) / config.name)

@@ -26,7 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     assert not unusable(), unusable()
-    # Not below the session's directory, whose path is too long for a socket when the tests run in parallel.
     with SlurmCluster(tmp_path_factory.mktemp("slurm") / "c") as cluster:
         yield cluster
 

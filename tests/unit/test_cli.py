@@ -21,7 +21,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["config", QUICKSTART], ["keys"], ["--version"]])
+PLAN = ["plan", QUICKSTART, "cluster.shape=het"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["config", QUICKSTART], ["keys"], ["--version"], PLAN]
+)
 def test_what_only_tells_starts_without_torch(words: list[str]) -> None:
     code = (
         "import sys\nfrom areal_hpc.cli import main\ntry: main()\nfinally: print(sorted(sys.modules), file=sys.stderr)"
