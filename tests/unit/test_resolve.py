@@ -246,7 +246,8 @@ def test_a_layout_is_checked_like_what_it_stands_for() -> None:
 def test_every_configuration_in_the_repository_fits(path: Path) -> None:
     """Its first comment is the command that runs it, with the files that it is a layer over."""
     command = path.read_text(encoding="utf-8").splitlines()[0].split()
-    assert command[:3] == ["#", "areal-hpc", "run"]
+    assert command[:2] == ["#", "areal-hpc"]
+    assert command[2] == ("submit" if path.parent.name == "site" else "run")
     paths = [ROOT / word for word in command[3:] if word.endswith(".yaml")]
     overrides = [word for word in command[3:] if not word.endswith(".yaml")]
     assert path in paths
