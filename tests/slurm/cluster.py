@@ -8,8 +8,8 @@ ports, /tmp and /dev/shm, and so that killing its first process is a power cut: 
 rest of the file system is shared, as on a cluster with a parallel file system. Nothing is added to the host's own
 network, /etc or /run, so that clusters run side by side. Needs root, and ``PACKAGES`` of Debian.
 
-What is started is recorded as (pid, start time) and ended by exactly that; nothing is ever found by name. A test session
-that is killed takes its cluster along.
+What is started is recorded as (pid, start time) and ended by exactly that; nothing is ever found by name. A test
+session that is killed takes its cluster along.
 """
 
 from __future__ import annotations
