@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from areal_hpc.errors import UserError
+from areal_hpc.roles.caches import use_own_caches
 from areal_hpc.roles.heartbeat import BEAT_S, beating
 from areal_hpc.roles.process import EXIT_STOPPED, EXIT_USER_ERROR, StopRequested, enter
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> int:
     assert role in ROLES, role
     process = enter(role, int(index), Path(root), int(epoch), int(incarnation), parent=int(parent), host=host)
     try:
+        use_own_caches(process.run.root, role, process.index)
         beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)
         with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s, state=process.state):
             code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
