@@ -42,10 +42,24 @@ def export(run: RunDir, step: int | None, target: Path) -> WeightVersion:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         _write(config, found.path, temporary)
-        temporary.rename(target)
+        _give_name(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone by its name, if all went well
     return found.version
+
+
+def _give_name(temporary: Path, target: Path) -> None:
+    """Of several exports to one name at a time the first that is whole gets it.
+
+    Raises:
+        DataError: this one was not the first.
+    """
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if not target.exists():
+            raise
+        raise DataError(f"{target} was written by somebody else meanwhile; give another name") from error
 
 
 def find(run: RunDir, step: int | None) -> checkpoint.Checkpoint:

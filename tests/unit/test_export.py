@@ -12,6 +12,7 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.errors import CheckpointError, DataError
 from areal_hpc.fs import RunDir, publish
+from areal_hpc.roles import export as module
 from areal_hpc.roles.export import export, find
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
@@ -92,6 +93,28 @@ def test_what_is_there_is_never_overwritten(kind: str, run: RunDir, tmp_path: Pa
 def test_a_run_whose_model_has_gone_says_where_it_was(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"model\.path: there is no directory {tmp_path / 'model'}"):
         export(run, None, tmp_path / "out")
+
+
+def test_B3_of_two_exports_to_one_name_one_writes_it_and_the_other_says_so(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "model", "qwen3", 1, hidden_size=32, intermediate_size=48)
+    before = {path.name for path in tmp_path.iterdir()}
+    began = []
+
+    def write(_: Config, source: Path, target: Path) -> None:
+        began.append(source)
+        if len(began) == 1:  # the other begins after this one and is done before it
+            export(run, 10, tmp_path / "out")
+        target.mkdir()
+        (target / "config.json").write_text(source.name)
+
+    monkeypatch.setattr(module, "_write", write)
+    with pytest.raises(DataError, match="out was written by somebody else meanwhile; give another name"):
+        export(run, 20, tmp_path / "out")
+    assert [path.name for path in began] == ["step-00000020.e00000001", "step-00000010.e00000001"]
+    assert (tmp_path / "out" / "config.json").read_text() == "step-00000010.e00000001"
+    assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
 
 
 def test_an_export_that_fails_leaves_nothing_behind(run: RunDir, tmp_path: Path) -> None:

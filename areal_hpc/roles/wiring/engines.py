@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import importlib
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from areal_hpc.buffer.control import read_replaced
 from areal_hpc.config.derived import engine_ranks
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
+from areal_hpc.fs import fsync_directory
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Router
@@ -45,7 +47,9 @@ def dotted(path: str, key: str) -> Any:
 
 
 def make_model(config: Config) -> None:
-    """Write the model directory if it is not there and the configuration says how.
+    """Write the model directory if it is not there and the configuration says how: only a launcher does that.
+
+    Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
 
     Raises:
         DataError: it is not there, and nothing says how to make it.
@@ -56,7 +60,18 @@ def make_model(config: Config) -> None:
     if not config.model.maker:
         raise DataError(f"model.path: there is no directory {path}; give the path of a Hugging Face checkpoint")
     log.info("making the model %s (this happens once)", path)
-    dotted(config.model.maker, "model.maker")(path, config.seed)
+    maker = dotted(config.model.maker, "model.maker")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as making:
+        made = Path(making) / path.name
+        maker(made, config.seed)
+        try:
+            made.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+            log.info("another run has made %s meanwhile; it is taken as it is", path)
+    fsync_directory(path.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
