@@ -18,6 +18,7 @@ The trainer's ranks are a group of their own, whose members are called "trainer-
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -45,6 +46,14 @@ def bracketed(host: str) -> str:
 def unbracketed(host: str) -> str:
     """``host`` as sockets take it."""
     return host.removeprefix("[").removesuffix("]")
+
+
+def interfaces(backend: str) -> str:
+    """What this host can be reached by, and which part of it ``backend`` was told to use: for messages."""
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    chosen = os.environ.get(variable)
+    return f"host {socket.gethostname()}, interfaces {names}, {variable} {f'= {chosen}' if chosen else 'is not set'}"
 
 
 def device_for(backend: str) -> Accelerator:

@@ -110,6 +110,10 @@ class WeightTransport(Protocol):
     @property
     def membership(self) -> Members: ...
 
+    @property
+    def route(self) -> str:
+        """By which way the weights go, for messages."""
+
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]: ...
 
     async def catch_up(

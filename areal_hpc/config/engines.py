@@ -43,3 +43,6 @@ class WeightsConfig:
     """How new weights reach the engines: a collective broadcast, or safetensors on the shared disk."""
     bucket_mb: float = 256.0
     """Size of one flat transfer buffer, in MiB."""
+    min_mb_per_s: float = 50.0
+    """A weight update slower than this, in MiB/s to each engine, is warned of: it may go over the wrong network. 0 is
+    off."""

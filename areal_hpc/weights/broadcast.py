@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from areal_hpc.buckets import fingerprint, plan_buckets
-from areal_hpc.collective import device_for
+from areal_hpc.collective import device_for, interfaces
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
 from areal_hpc.weights.group import WeightGroup
@@ -53,6 +53,7 @@ class BroadcastTransport:
         host: str = "127.0.0.1",
     ) -> None:
         self.membership = Membership(targets, timeout_s)
+        self.route = f"{backend} from {host}; {interfaces(backend)}"
         self._device = device_for(backend).device
         self._backend = backend
         self._bucket_bytes = bucket_bytes

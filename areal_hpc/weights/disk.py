@@ -64,6 +64,7 @@ class DiskTransport:
         assert keep >= 1, "the version being served must stay"
         self.membership = Membership(targets, timeout_s)
         self._directory = make_private_directory(directory.absolute())
+        self.route = f"files in {self._directory}"
         self._epoch = epoch
         self._keep = keep
         self._file_bytes = file_bytes

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from areal_hpc.buckets import Bucket
-from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.collective import host_store, interfaces, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import GroupAddress
@@ -68,7 +68,8 @@ class WeightGroup:
         def join() -> None:
             self._group = join_group(address, 0, timeout_s, store)
 
-        await self._together("join", join, lambda target: target.join(address, offsets[target.name]))
+        place = f" (rank 0 waits at {self._host}:{store.port}: {interfaces(self._backend)})"
+        await self._together("join", join, lambda target: target.join(address, offsets[target.name]), place)
         self._made_for = self.membership.changes
 
     async def send(self, bucket: Bucket) -> None:
@@ -94,17 +95,20 @@ class WeightGroup:
             self._abandon()
             await self.membership.failures("leave its group", self._leave)
 
-    async def _together(self, what: str, ours: Callable[[], None], theirs: Call) -> None:
+    async def _together(self, what: str, ours: Callable[[], None], theirs: Call, about: str = "") -> None:
         """Do rank 0's part in a thread while every member does its own.
+
+        Args:
+            about: put behind the reason of a failure.
 
         Raises:
             WeightUpdateError: a part failed; the group is gone and the engine at fault no longer a member.
         """
         names = [target.name for target in self.membership.members]
         with waiting(f"all to {what}", *names, limit_s=self.membership.timeout_s):
-            await self._at_once(what, ours, theirs)
+            await self._at_once(what, ours, theirs, about)
 
-    async def _at_once(self, what: str, ours: Callable[[], None], theirs: Call) -> None:
+    async def _at_once(self, what: str, ours: Callable[[], None], theirs: Call, about: str) -> None:
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
         try:
@@ -119,7 +123,7 @@ class WeightGroup:
             guilty = await self._break_up(mine, calls)
             own_error = mine.exception()
             if guilty:
-                self.membership.lose(guilty)
+                self.membership.lose({name: why + about for name, why in guilty.items()})
             assert own_error is not None, "nobody failed"
             raise own_error
 

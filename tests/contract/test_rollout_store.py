@@ -60,7 +60,7 @@ def test_a_group_travels_unchanged(make: Make) -> None:
         assert (ours.reward, ours.stop, ours.episode) == (theirs.reward, theirs.stop, theirs.episode)
 
 
-def test_nothing_is_reserved_before_the_weights_are_published(make: Make) -> None:
+def test_D24_nothing_is_reserved_before_the_weights_are_published(make: Make) -> None:
     store = make(2, 0, 1)
     writer = store.writer(0)
     assert writer.try_reserve(0) is None

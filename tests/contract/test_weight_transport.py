@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_models import make_model
 from areal_hpc.buckets import checksum, fingerprint, plan_buckets
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.client import EngineClient
+from areal_hpc.generation.router import Router
 from areal_hpc.protocols import WeightTransport
 from areal_hpc.types import GenerationRequest, Sampling
 from areal_hpc.weights.broadcast import BroadcastTransport
@@ -88,6 +90,7 @@ def test_every_engine_holds_what_was_sent_bit_for_bit(fleet: tuple[list[str], We
                     request_id=f"v{version}", token_ids=PROMPT, sampling=Sampling(max_new_tokens=4)
                 )
                 assert set((await client.generate(request)).versions) == {version}
+            assert re.search(r"gloo from 127\.0\.0\.1; host .*interfaces|files in /.*/weights", transport.route)
             assert 0 < told["seconds_paused"] <= told["seconds"]
             assert told["bytes"] >= sum(value.nbytes for value in sent.values())
             (whole,) = plan_buckets(sent.items(), 1 << 40)
@@ -125,6 +128,49 @@ def test_an_answer_under_way_keeps_its_tokens_and_carries_both_versions(
         await transport.close()
 
     run(urls, scenario)
+
+
+def test_D11_no_way_to_a_paused_engine_gets_tokens_of_old_weights_and_none_is_lost(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    """Neither by the router of a rollout worker, who knows nothing of the pause, nor by plain HTTP."""
+    urls, weights = fleet
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        await transport.publish(40, weights.items())
+        for client in clients:
+            await client.pause()
+        before = [await stats(client) for client in clients]
+        sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+        router = Router([EngineClient(f"engine-{k}", url, token="secret") for k, url in enumerate(urls)])
+        typed = [GenerationRequest(request_id=f"r{k}", token_ids=PROMPT, sampling=sampling) for k in range(4)]
+        asked = [asyncio.create_task(router.generate(request)) for request in typed]
+        body = {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        raw = [asyncio.create_task(client._http.call("POST", "/generate", body, 60)) for client in clients]
+        async with asyncio.timeout(30):
+            while sum([(await stats(client))["num_waiting"] for client in clients]) < 6:
+                await asyncio.sleep(0.01)
+        assert [(await stats(client))["num_generated_tokens"] for client in clients] == [
+            one["num_generated_tokens"] for one in before
+        ]
+        assert not any(task.done() for task in (*asked, *raw))
+        await transport.publish(41, weights.items())
+        completions = await asyncio.gather(*asked)
+        assert [completion.versions.tolist() for completion in completions] == [[41] * 8] * 4
+        for status, answer in await asyncio.gather(*raw):
+            assert (status, len(answer["output_ids"])) == (200, 8)
+            assert answer["meta_info"]["weight_version"] == "41"
+        await router.close()
+        await transport.close()
+
+    run(urls, scenario)
+
+
+async def stats(client: EngineClient) -> dict[str, Any]:
+    _, answer = await client._http.call("GET", "/server_info", None, 30)
+    assert isinstance(answer, dict)
+    return answer
 
 
 def test_D2_the_order_of_the_weights_is_the_senders_business(

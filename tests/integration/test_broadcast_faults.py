@@ -156,10 +156,12 @@ def test_an_engine_that_hangs_in_a_bucket_is_waited_for_no_longer_than_the_limit
     scenario(body, timeout_s=5)
 
 
-def test_an_engine_that_does_not_join() -> None:
+def test_D24_an_engine_that_does_not_join_is_named_with_the_addresses_of_both_sides() -> None:
     async def body(fleet: Fleet) -> None:
         await fleet.fault(0, "/init_weights_update_group", 400)
-        await loses(fleet, 0, match="told to fail with 400")
+        theirs = r"http://127\.0\.0\.1:\d+.*told to fail with 400"
+        ours = r"rank 0 waits at 127\.0\.0\.1:\d+: host .*, interfaces .*\blo\b.*, GLOO_SOCKET_IFNAME is not set"
+        await loses(fleet, 0, match=f"{theirs}.*{ours}")
 
     scenario(body, timeout_s=5)
 

@@ -339,7 +339,8 @@ def test_a_group_that_does_not_form_is_given_up_in_time(models: dict[str, Path])
             backend="gloo",
         )
         assert (status, answer["success"]) == (400, False)
-        assert "did not form within 1 s" in answer["message"]
+        assert "did not form within 1 s, seen from host " in answer["message"]
+        assert "lo" in answer["message"].partition(", interfaces ")[2]  # D24: each side says what it can be reached by
 
     run(models["old"], use, update_timeout_s=1.0)
 

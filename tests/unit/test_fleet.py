@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
-from areal_hpc.roles.wiring.fleet import LAST_PAUSE_S, LOOK_S, Fleet
+from areal_hpc.roles.wiring.fleet import LAST_PAUSE_S, LOOK_S, MIB, Fleet
 from areal_hpc.weights.membership import Membership
 
 
@@ -58,11 +59,13 @@ class StubTransport:
     def __init__(self, engines: Sequence[Any]) -> None:
         self.membership = Membership(engines, 10.0)
         self.calls: list[str] = []
+        self.route = "gloo from 10.0.0.1"
+        self.seconds = 1.0
 
     async def _update(self, membership: Membership, version: int) -> Mapping[str, float]:
         membership.require()
         await membership.all("take weights", lambda target: target.take(version))  # type: ignore[attr-defined]
-        return {"seconds": 1.0}
+        return {"seconds": self.seconds, "bytes": 117.0 * MIB}
 
     async def publish(self, version: int, weights: Iterable[Any]) -> Mapping[str, float]:
         self.calls.append(f"publish {version} to {' '.join(target.name for target in self.membership.members)}")
@@ -83,6 +86,7 @@ class World:
     num: int = 2
     now: float = 0.0
     stop: bool = False
+    min_mb_per_s: float = 50.0
     records: list[tuple[str, str]] = field(default_factory=list)
     plan: dict[int, Any] = field(default_factory=dict)  # so many sleeps from now -> what happens then
     walked: int = 0
@@ -95,6 +99,7 @@ class World:
             self.transport,
             run=asyncio.run,
             wait_s=30.0,
+            min_mb_per_s=self.min_mb_per_s,
             stopping=lambda: self.stop,
             record=lambda _, values: self.records.append((values["engine"], values["event"])),
             clock=lambda: self.now,
@@ -263,10 +268,39 @@ def test_a_run_that_stops_needs_no_engine() -> None:
     assert world.walked == 2, "the other ranks walk over the weights in any case"
 
 
-def test_an_engine_that_never_takes_an_update_does_not_keep_the_trainer_for_ever() -> None:
+def test_D24_an_engine_that_never_takes_an_update_does_not_keep_the_trainer_for_ever() -> None:
     world = World(num=1)
     (only,) = world.engines
     only.fails = 10**6
     with pytest.raises(WeightUpdateError, match="g0 did not take the weights"):
         world.publish(1)
     assert world.now <= 30 + 2 * LOOK_S
+
+
+def test_D17_weights_that_crawl_are_warned_of_once_with_the_engines_and_the_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """117 MiB in 10 s are the 11.7 MB/s of a management network of 100 Mbit/s."""
+    caplog.set_level(logging.WARNING)
+    world = World()
+    world.transport.seconds = 10.0
+    for version in (1, 2):
+        world.publish(version)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("version 1 took 10 s to reach g0, g1: 11.7 MiB/s, below weights.min_mb_per_s = 50.")
+    assert "It went by gloo from 10.0.0.1;" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "floor"),
+    [(2.0, 50.0), (4.9, 50.0), (10.0, 11.7), (10.0, 0.0)],
+    ids=["fast", "too short to matter", "exactly at the floor", "off"],
+)
+def test_D17_an_update_that_is_fast_enough_is_not_warned_of(
+    seconds: float, floor: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    world = World(min_mb_per_s=floor)
+    world.transport.seconds = seconds
+    world.publish(1)
+    assert caplog.records == []

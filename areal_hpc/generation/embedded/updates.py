@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.buckets import checksum, dtype_named, num_bytes
-from areal_hpc.collective import join_group, leave_group
+from areal_hpc.collective import interfaces, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.checkpoint import check_shapes, read_weights
 from areal_hpc.generation.embedded.model import Model
@@ -70,7 +70,7 @@ class WeightUpdates:
             except (RuntimeError, ValueError) as error:
                 raise WeightUpdateError(
                     f"group {address.name!r} at {address.host}:{address.port} did not form within "
-                    f"{self._timeout_s:g} s: {error}"
+                    f"{self._timeout_s:g} s, seen from {interfaces(address.backend)}: {error}"
                 ) from error
 
     def leave(self, name: str) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MIB = 1 << 20
+SLOW_S = 5.0
+"""An update shorter than this holds nobody up, however few bytes it moved."""
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
 BUCKET_BYTES = 1 << 28
@@ -53,6 +56,7 @@ class Fleet:
 
     Args:
         wait_s: longest time in which nobody takes new weights.
+        min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
         stopping: whether nobody needs them any more.
         record: takes ``("engine", values)`` whenever one is lost or is back.
     """
@@ -64,6 +68,7 @@ class Fleet:
         *,
         run: Run,
         wait_s: float,
+        min_mb_per_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -72,6 +77,8 @@ class Fleet:
         self._engines, self._transport, self._run = list(engines), transport, run
         self._wait_s, self._stopping, self._record = wait_s, stopping, record
         self._clock, self._sleep = clock, sleep
+        self._min_mb_per_s = min_mb_per_s
+        self._called_slow = False
         self._next_look = 0.0
         self._behind: list[Engine] = []
         self._out: set[str] = set()  # who is known to be lost
@@ -103,6 +110,7 @@ class Fleet:
             deque(weights, maxlen=0)
         self._since = None
         self._tell(version, up_to_date=True)
+        self._judge_speed(version, moved)
         return moved
 
     def behind(self) -> bool:
@@ -135,6 +143,24 @@ class Fleet:
         self._run(self._transport.close())
         for engine in self._engines:
             self._run(engine.close())
+
+    def _judge_speed(self, version: int, moved: Mapping[str, float]) -> None:
+        """Say it once when weights crawl: over a management network everything works, and takes for ever."""
+        mib, seconds = moved["bytes"] / MIB, moved["seconds"]
+        if self._called_slow or seconds < SLOW_S or mib >= self._min_mb_per_s * seconds:
+            return
+        self._called_slow = True
+        engines = ", ".join(target.name for target in self._transport.membership.members)
+        log.warning(
+            "version %d took %.0f s to reach %s: %.1f MiB/s, below weights.min_mb_per_s = %g. It went by %s; if that "
+            "is not the fast network, name its interface in the environment, else lower the key",
+            version,
+            seconds,
+            engines,
+            mib / seconds,
+            self._min_mb_per_s,
+            self._transport.route,
+        )
 
     def _someone_is_there(self) -> bool:
         """Let in who was replaced, and if nobody is left wait for anybody; False if that is not needed any more."""

@@ -128,6 +128,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         transport,
         run=run,
         wait_s=config.limits.start_s,
+        min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,
     )
