@@ -144,6 +144,7 @@ generation.threads: int
 generation.server_args: mapping
 weights.transport: broadcast | disk
 weights.bucket_mb: float
+weights.min_mb_per_s: float
 evaluation.every_steps: int
 evaluation.at_start: bool
 evaluation.num_prompts: int
