@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_hpc.buffer.records import RecordType, checksum, frame
+from areal_hpc.buffer.records import RecordType, checksum, frame, parts
 from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
 from areal_hpc.patience import PASSING, naming
@@ -178,16 +178,28 @@ class ChainWriter:
                         os.close(fd)
 
     def _take_pending(self) -> _Batch | None:
+        """The oldest records, up to COMMIT_BYTES: readers get on with a batch while the next one is written."""
         with self.wake:
-            pending, self._pending, self._pending_bytes = self._pending, [], 0
+            taken = self._oldest()
+            pending, self._pending = self._pending[:taken], self._pending[taken:]
+            self._pending_bytes -= sum(len(p.body) for p in pending)
         if not pending:
             return None
         owner = self.name.owner
-        frames = [frame(p.type, self._seq + i, owner, p.meta, p.body) for i, p in enumerate(pending)]
+        frames = [part for i, p in enumerate(pending) for part in parts(p.type, self._seq + i, owner, p.meta, p.body)]
         self._seq += len(pending)
         commit = frame(RecordType.COMMIT, self._seq, owner, {})
         self._seq += 1
         return _Batch(b"".join(frames), commit, max(p.ticket for p in pending))
+
+    def _oldest(self) -> int:
+        """How many of the oldest records reach COMMIT_BYTES; all of them where they do not."""
+        size = 0
+        for number, pending in enumerate(self._pending, start=1):
+            size += len(pending.body)
+            if size >= COMMIT_BYTES:
+                return number
+        return len(self._pending)
 
     def _write_batch(self, batch: _Batch) -> None:
         self._put(batch.data, self._file.offset)
