@@ -32,6 +32,8 @@ from areal_hpc.patience import PASSING, naming
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
+BUFFER_BYTES = 2 * COMMIT_BYTES
+"""Memory that a chain keeps for its batches: the page faults of fresh memory cost more than all else in a commit."""
 STOP_S = 60.0
 
 
@@ -76,7 +78,7 @@ class _Pending(NamedTuple):
 class _Batch:
     """Records of one commit, with the COMMIT that follows them; never changed once it may be on disk."""
 
-    data: bytes
+    data: memoryview
     commit: bytes
     newest_ticket: int
 
@@ -111,6 +113,7 @@ class ChainWriter:
         self._segment_bytes = segment_bytes
         self._seq = 0
         self._batch: _Batch | None = None
+        self._buffer = bytearray(BUFFER_BYTES)  # holds the data of ``_batch``; pages that no batch needs cost nothing
         self._next: _File | None = None
         self._sealed: list[_Segment] = []
         self._segment = _Segment(0)
@@ -190,7 +193,16 @@ class ChainWriter:
         self._seq += len(pending)
         commit = frame(RecordType.COMMIT, self._seq, owner, {})
         self._seq += 1
-        return _Batch(b"".join(frames), commit, max(p.ticket for p in pending))
+        return _Batch(self._joined(frames), commit, max(p.ticket for p in pending))
+
+    def _joined(self, frames: list[bytes]) -> memoryview:
+        if sum(map(len, frames)) > BUFFER_BYTES:
+            return memoryview(b"".join(frames))
+        size = 0
+        for part in frames:
+            self._buffer[size : size + len(part)] = part
+            size += len(part)
+        return memoryview(self._buffer)[:size]
 
     def _oldest(self) -> int:
         """How many of the oldest records reach COMMIT_BYTES; all of them where they do not."""
@@ -207,7 +219,7 @@ class ChainWriter:
         self._file.offset += len(batch.data) + len(batch.commit)
         self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
-    def _put(self, data: bytes, offset: int) -> None:
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):

@@ -154,8 +154,8 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
         "columns": [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()],
     }
-    columns = (np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories)
-    return meta, b"".join(columns)
+    arrays = ((getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories)
+    return meta, b"".join(np.ascontiguousarray(array, dtype).data for array, dtype in arrays)
 
 
 def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int, seq: int) -> GroupRef:
