@@ -115,8 +115,8 @@ def compare(root: Path, count: int, repeats: int) -> dict[str, Any]:
     runnable = {name: build for name, (build, needs, _) in TRANSPORTS.items() if not absent(needs)}
     taken: dict[str, list[float]] = {name: [] for name in runnable}
     for repeat in range(repeats):
-        for name, build in runnable.items():
-            directory = root / f"{repeat}-{len(taken[name])}-{name.replace(' ', '-')}"
+        for index, (name, build) in enumerate(runnable.items()):
+            directory = root / f"{repeat}-{index}"
             directory.mkdir()
             with server(name, directory):
                 taken[name].append(seconds(build(directory, count)))
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", type=int, default=1_000_000, help="small records")
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine.describe(), "count": options.count}
+    result: dict[str, Any] = {"machine": machine.describe(), "groups_a_writer": options.count}
     with tempfile.TemporaryDirectory() as root:
         result["transports"] = rows = compare(Path(root), options.count, options.repeats)
         for name, measure in (("visible_ms", visible_ms), ("file_calls_a_group", file_calls)):

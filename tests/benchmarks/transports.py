@@ -94,7 +94,7 @@ class Raw(Transport):
 
     def write(self, slot: int) -> None:
         _write_raw(self.directory / f"{slot}.tmp", self.count)
-        os.rename(self.directory / f"{slot}.tmp", self.directory / str(slot))
+        (self.directory / f"{slot}.tmp").rename(self.directory / str(slot))
 
     def read(self, reader: int) -> None:
         for slot in self.mine(reader):
@@ -176,7 +176,7 @@ class FileEach(Transport):
                 file.write(packed(group))
                 file.flush()
                 os.fsync(file.fileno())
-            os.rename(temporary, reader / temporary.name)
+            temporary.rename(reader / temporary.name)
             fsync_directory(reader)
 
     def read(self, reader: int) -> None:
@@ -185,7 +185,7 @@ class FileEach(Transport):
         while left:
             for name in os.listdir(directory):
                 verified((directory / name).read_bytes())
-                os.unlink(directory / name)
+                (directory / name).unlink()
                 left -= 1
             time.sleep(POLL_S)
 
@@ -261,7 +261,7 @@ class Swmr(Transport):
             data = file.create_dataset("data", (0,), np.uint8, maxshape=(None,), chunks=(1 << 20,))
             ends = file.create_dataset("ends", (0,), np.int64, maxshape=(None,), chunks=(1024,))
             file.swmr_mode = True
-            os.rename(path, self.directory / str(slot))
+            path.rename(self.directory / str(slot))
             fd, pending, known = os.open(self.directory / str(slot), os.O_RDONLY), list[bytes](), 0
             for number, group in enumerate(groups(self.count), start=1):
                 pending.append(packed(group))
