@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_hpc.buffer.records import RecordType, checksum, frame
+from areal_hpc.buffer.records import RecordType, checksum, frame, parts
 from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
 from areal_hpc.patience import PASSING, naming
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
+BUFFER_BYTES = 2 * COMMIT_BYTES
+"""Memory that a chain keeps for its batches: the page faults of fresh memory cost more than all else in a commit."""
 STOP_S = 60.0
 
 
@@ -76,7 +78,7 @@ class _Pending(NamedTuple):
 class _Batch:
     """Records of one commit, with the COMMIT that follows them; never changed once it may be on disk."""
 
-    data: bytes
+    data: memoryview
     commit: bytes
     newest_ticket: int
 
@@ -111,6 +113,7 @@ class ChainWriter:
         self._segment_bytes = segment_bytes
         self._seq = 0
         self._batch: _Batch | None = None
+        self._buffer = bytearray(BUFFER_BYTES)  # holds the data of ``_batch``; pages that no batch needs cost nothing
         self._next: _File | None = None
         self._sealed: list[_Segment] = []
         self._segment = _Segment(0)
@@ -178,16 +181,37 @@ class ChainWriter:
                         os.close(fd)
 
     def _take_pending(self) -> _Batch | None:
+        """The oldest records, up to COMMIT_BYTES: readers get on with a batch while the next one is written."""
         with self.wake:
-            pending, self._pending, self._pending_bytes = self._pending, [], 0
+            taken = self._oldest()
+            pending, self._pending = self._pending[:taken], self._pending[taken:]
+            self._pending_bytes -= sum(len(p.body) for p in pending)
         if not pending:
             return None
         owner = self.name.owner
-        frames = [frame(p.type, self._seq + i, owner, p.meta, p.body) for i, p in enumerate(pending)]
+        frames = [part for i, p in enumerate(pending) for part in parts(p.type, self._seq + i, owner, p.meta, p.body)]
         self._seq += len(pending)
         commit = frame(RecordType.COMMIT, self._seq, owner, {})
         self._seq += 1
-        return _Batch(b"".join(frames), commit, max(p.ticket for p in pending))
+        return _Batch(self._joined(frames), commit, max(p.ticket for p in pending))
+
+    def _joined(self, frames: list[bytes]) -> memoryview:
+        if sum(map(len, frames)) > BUFFER_BYTES:
+            return memoryview(b"".join(frames))
+        size = 0
+        for part in frames:
+            self._buffer[size : size + len(part)] = part
+            size += len(part)
+        return memoryview(self._buffer)[:size]
+
+    def _oldest(self) -> int:
+        """How many of the oldest records reach COMMIT_BYTES; all of them where they do not."""
+        size = 0
+        for number, pending in enumerate(self._pending, start=1):
+            size += len(pending.body)
+            if size >= COMMIT_BYTES:
+                return number
+        return len(self._pending)
 
     def _write_batch(self, batch: _Batch) -> None:
         self._put(batch.data, self._file.offset)
@@ -195,7 +219,7 @@ class ChainWriter:
         self._file.offset += len(batch.data) + len(batch.commit)
         self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
-    def _put(self, data: bytes, offset: int) -> None:
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):

@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import msgpack
@@ -37,6 +36,7 @@ from areal_hpc.types import NOT_SAMPLED, GroupRef, StopReason, Trajectory, Traje
 
 HEADER = struct.Struct("<4sBBHIIQQII")
 HEADER_BYTES = HEADER.size
+HEAD_CRC_AT = HEADER_BYTES - 4
 MAGIC = b"ARHR"
 FORMAT = 1
 MAX_META = 1 << 24
@@ -58,8 +58,9 @@ class RecordType(IntEnum):
     """A ticket was given back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
+    """A tuple, since a tail makes one of each record and a frozen dataclass takes three times as long."""
+
     type: RecordType
     meta_bytes: int
     owner: int
@@ -77,10 +78,6 @@ class Header:
         length = self.head_bytes + self.body_bytes
         return length + -length % 8
 
-    def pack(self, head_crc: int) -> bytes:
-        lengths = (self.meta_bytes, self.owner, self.body_bytes)
-        return HEADER.pack(MAGIC, FORMAT, self.type, 0, *lengths, self.seq, self.body_crc, head_crc)
-
 
 def checksum(data: bytes) -> int:
     """CRC-32C (Castagnoli, RFC 3720)."""
@@ -89,19 +86,18 @@ def checksum(data: bytes) -> int:
 
 def frame(type_: RecordType, seq: int, owner: int, meta: Mapping[str, Any], body: bytes = b"") -> bytes:
     """One record."""
+    return b"".join(parts(type_, seq, owner, meta, body))
+
+
+def parts(
+    type_: RecordType, seq: int, owner: int, meta: Mapping[str, Any], body: bytes = b""
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """Header, meta, body and padding of one record, so that a batch of large bodies is copied once."""
     packed: bytes = msgpack.packb(meta)
     assert len(packed) <= MAX_META and len(body) <= MAX_BODY, (len(packed), len(body))
-    header = Header(
-        type=type_,
-        meta_bytes=len(packed),
-        owner=owner,
-        body_bytes=len(body),
-        seq=seq,
-        body_crc=checksum(body),
-        head_crc=0,
-    )
-    head = header.pack(checksum(header.pack(0) + packed))
-    return b"".join((head, packed, body, bytes(-(len(head) + len(packed) + len(body)) % 8)))
+    fields = (MAGIC, FORMAT, type_, 0, len(packed), owner, len(body), seq, checksum(body))
+    head_crc = checksum(HEADER.pack(*fields, 0) + packed)
+    return HEADER.pack(*fields, head_crc), packed, body, bytes(-(HEADER_BYTES + len(packed) + len(body)) % 8)
 
 
 def parse_header(data: bytes, owner: int) -> Header | None:
@@ -128,7 +124,7 @@ def parse_meta(header: Header, head: bytes) -> dict[str, Any] | None:
     if len(head) != header.head_bytes:
         return None
     packed = head[HEADER_BYTES:]
-    if checksum(header.pack(0) + packed) != header.head_crc:
+    if checksum(head[:HEAD_CRC_AT] + bytes(4) + packed) != header.head_crc:
         return None
     meta: dict[str, Any] = msgpack.unpackb(packed)
     return meta
@@ -147,8 +143,6 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
             f"the group of prompt {group.prompt_id} has {num_bytes} bytes, more than the {MAX_BODY} that one record "
             "holds; lower rollout.group_size or model.max_tokens"
         )
-    arrays = [np.concatenate([getattr(t, name) for t in trajectories] or [[]]) for name in COLUMNS]
-    columns = [array.astype(dtype) for array, dtype in zip(arrays, COLUMNS.values(), strict=True)]
     meta = {
         "position": group.position,
         "prompt": group.prompt_id,
@@ -158,9 +152,10 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         "stops": [t.stop.value for t in trajectories],
         "episodes": [t.episode for t in trajectories],
         "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
-        "columns": [[name, dtype, int(c.size)] for (name, dtype), c in zip(COLUMNS.items(), columns, strict=True)],
+        "columns": [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()],
     }
-    return meta, b"".join(column.tobytes() for column in columns)
+    arrays = ((getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories)
+    return meta, b"".join(np.ascontiguousarray(array, dtype).data for array, dtype in arrays)
 
 
 def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int, seq: int) -> GroupRef:
@@ -188,18 +183,18 @@ def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
 
 
 def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
-    """The group that ``encode_group`` was given, with arrays of its own.
+    """The group that ``encode_group`` was given; its arrays may be written to and share one copy of ``body``.
 
     Raises:
         CorruptRecord: the metadata does not describe this body (written by something else; the checksums were right).
     """
-    columns = _columns(meta["columns"], body)
+    columns = _columns(meta["columns"], bytearray(body))
     ends = np.cumsum([0, *meta["lengths"]])
     if any(columns[name].size != ends[-1] for name in COLUMNS):
         raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
     trajectories = tuple(
         Trajectory(
-            **{name: columns[name][start:end].copy() for name in COLUMNS},
+            **{name: columns[name][start:end] for name in COLUMNS},
             reward=reward,
             stop=StopReason(stop),
             episode=episode,
@@ -211,7 +206,7 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
     return TrajectoryGroup(position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories)
 
 
-def _columns(table: list[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
+def _columns(table: list[tuple[str, str, int]], body: bytearray) -> dict[str, NDArray[Any]]:
     columns, offset = {}, 0
     for name, dtype, count in table:
         size = np.dtype(dtype).itemsize * count

@@ -80,6 +80,7 @@ class ChainReader:
         self.ended = False  # the writer has said that nothing follows
         self.committed_bytes = 0
         self.newest_tickets: dict[int, int] = {}  # segment -> the highest ticket that any record in it speaks of
+        self._owner = name.owner
         self._segment: int | None = None
         self._offset = 0
         self._seq: int | None = 0
@@ -128,7 +129,7 @@ class ChainReader:
         self.newest_tickets.setdefault(self._segment, -1)
         offset, seq, batch = self._offset, self._seq, list[Found]()
         while True:
-            header = parse_header(window.take(offset, HEADER_BYTES), self.name.owner)
+            header = parse_header(window.take(offset, HEADER_BYTES), self._owner)
             if (
                 header is None
                 or offset + header.record_bytes > size
@@ -193,11 +194,12 @@ class GroupFetcher:
 
 
 def _group_at(fd: int, owner: int, ref: GroupRef) -> TrajectoryGroup | None:
-    header = parse_header(os.pread(fd, HEADER_BYTES, ref.offset), owner)
+    window = _Window(fd)
+    header = parse_header(window.take(ref.offset, HEADER_BYTES), owner)
     if header is None or header.seq != ref.seq or header.type is not RecordType.DATA:
         return None
-    stored = os.pread(fd, header.head_bytes + header.body_bytes, ref.offset)
-    meta, body = parse_meta(header, stored[: header.head_bytes]), stored[header.head_bytes :]
+    meta = parse_meta(header, window.take(ref.offset, header.head_bytes))
+    body = os.pread(fd, header.body_bytes, ref.offset + header.head_bytes)  # of its own: cutting it out is a copy
     if meta is None or len(body) != header.body_bytes or checksum(body) != header.body_crc:
         return None
     return decode_group(meta, body)

@@ -1,127 +1,245 @@
-"""How much of a raw file's speed the ring keeps: 4 writers and 2 readers at once, every byte synced and verified.
+"""How much of a raw file's speed the ring keeps, and what other ways of carrying groups do in the same run.
 
-    python tests/benchmarks/ring.py [groups per writer]
+    python tests/benchmarks/ring.py [--count 300] [--repeats 3] [--small 1000000]
 
-The raw file is written by one process with one fsync and read back, in the same run; only the ratio means anything.
+4 writers and 2 readers, processes of their own, 53 KB a group; every transport carries the same records (the ring's
+format, transports.py), which its readers verify and decode, and all of them take turns. Only ratios within one run
+mean anything. Two raw files are the measure, and both are in the table: "raw" has the same six processes, a sequential
+file a writer, one fsync at its end, and readers that begin after it; "raw alone" is one process that writes one file
+with one fsync and reads it back, which never waits for anybody but uses one core. Both lose everything in a crash
+before their fsync, and show nothing before it; the ring commits each 4 MiB with two.
+
+Also: from append to visible, file calls a group, and inodes of many small records. Writes ring.json, .png, .svg.
+ZeroMQ and Redis need pyzmq and redis with redis-server; what cannot be imported is listed as not installed.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
-import sys
+import shutil
+import subprocess
 import tempfile
+import threading
 import time
-from multiprocessing.synchronize import Barrier
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
 
-import numpy as np
+import machine
+import transports
+from transports import NUM_READERS, NUM_TOKENS, NUM_WRITERS, POLL_S, SOME, Build, Ring, Transport
 
-from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
-from areal_hpc.buffer.records import RecordType, encode_group, group_ref
-from areal_hpc.buffer.scan import ChainReader, GroupFetcher
-from areal_hpc.fs import RunDir, make_private_directory
-from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
+from areal_hpc.buffer.chain import ChainWriter, GroupCommit
+from areal_hpc.buffer.records import RecordType, encode_group
+from areal_hpc.buffer.scan import ChainReader
 
-NUM_WRITERS, NUM_READERS, NUM_TOKENS, REPEATS = 4, 2, 4096, 3  # 13 bytes a token: 53 KB a group
-
-
-def a_group(position: int) -> TrajectoryGroup:
-    one = Trajectory(
-        token_ids=np.full(NUM_TOKENS, position, np.int32),
-        loss_mask=np.ones(NUM_TOKENS, np.bool_),
-        logprobs=np.full(NUM_TOKENS, -1.0, np.float32),
-        versions=np.zeros(NUM_TOKENS, np.int32),
-        reward=1.0,
-        stop=StopReason.STOP,
-    )
-    return TrajectoryGroup(position=position, prompt_id="", trajectories=(one,))
+CONTEXT = multiprocessing.get_context("spawn")
+LIMIT_S = 300.0
+METADATA = ("open", "stat", "fstat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "link")
 
 
-def write(chains: Path, name: ChainName, count: int, barrier: Barrier) -> None:
-    chain = ChainWriter(chains, name, 64 << 20)
-    groups = [a_group(position) for position in range(16)]
+def _queues(directory: Path, count: int) -> Transport:
+    return transports.Queues(directory, count, tuple(CONTEXT.Queue(64) for _ in range(NUM_READERS)))
+
+
+TRANSPORTS: dict[str, tuple[Build, tuple[str, ...], str]] = {
+    "raw": (transports.Raw, (), "at its end"),
+    "raw alone": (transports.RawAlone, (), "at its end"),
+    "ring": (Ring, (), "each 4 MiB or 0.2 s"),
+    "a file a group": (transports.FileEach, (), "each group"),
+    "h5py SWMR": (transports.Swmr, ("h5py",), "each 4 MiB, no crash safety"),
+    "Redis streams": (transports.Redis, ("redis", "redis-server"), "each second"),
+    "ZeroMQ": (transports.ZeroMQ, ("zmq",), "never"),
+    "mp.Queue": (_queues, (), "never"),
+}
+"""Name -> how it is made, what it needs, when it is durable."""
+
+
+def work(part: Callable[[int], None], index: int, barrier: Any) -> None:
     barrier.wait()
-    commits = GroupCommit(chain, commit_s=0.2, patience_s=60.0)
-    for position in range(count):
-        meta, body = encode_group(groups[position % 16])
-        chain.append(RecordType.DATA, position, {**meta, "version": [1, 0]}, body)
-    commits.stop()
-    chain.end()
-    barrier.wait()
-
-
-def read(run: RunDir, names: list[ChainName], barrier: Barrier) -> None:
-    fetcher = GroupFetcher(run)
-    readers = [ChainReader(run.ring / "chains", name) for name in names]
-    barrier.wait()
-    while not all(reader.ended for reader in readers):
-        for reader in readers:
-            for found in reader.poll():
-                where = {"segment": found.segment, "offset": found.offset, "seq": found.seq}
-                ref = group_ref(str(reader.name), found.meta, **where)
-                assert fetcher.read(ref).position == ref.position
-        time.sleep(0.01)
+    part(index)
     barrier.wait()
 
 
-def ring_s(directory: Path, count: int) -> float:
-    run = RunDir.create(directory)
-    chains = make_private_directory(run.ring / "chains")
-    names = [ChainName.new(slot, 1, 0) for slot in range(NUM_WRITERS)]
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(NUM_WRITERS + NUM_READERS + 1, timeout=300)  # all begin; all are done
-    workers = [context.Process(target=write, args=(chains, name, count, barrier)) for name in names]
-    workers += [
-        context.Process(target=read, args=(run, names[reader::NUM_READERS], barrier)) for reader in range(NUM_READERS)
-    ]
-    for worker in workers:
-        worker.start()
+def seconds(transport: Transport) -> float:
+    """From the moment at which all processes have started until all of them are done."""
+    parts = [(transport.write, slot) for slot in transport.slots]
+    parts += [(transport.read, reader) for reader in range(NUM_READERS)]
+    barrier = CONTEXT.Barrier(len(parts) + 1, timeout=LIMIT_S)
+    processes = [CONTEXT.Process(target=work, args=(part, index, barrier)) for part, index in parts]
+    for process in processes:
+        process.start()
     barrier.wait()
     began = time.perf_counter()
     barrier.wait()
     lasted_s = time.perf_counter() - began
-    for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0, process
     return lasted_s
 
 
-def raw_s(path: Path, count: int) -> float:
-    body = encode_group(a_group(0))[1]
+@contextmanager
+def server(name: str, directory: Path) -> Iterator[None]:
+    """The Redis server, for as long as it is measured."""
+    if name != "Redis streams":
+        yield
+        return
+    options = ["--port", "0", "--unixsocket", str(directory / "redis.sock"), "--dir", str(directory), "--save", ""]
+    command = ["redis-server", *options, "--appendonly", "yes", "--appendfsync", "everysec"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 10
+        while not (directory / "redis.sock").exists():
+            assert time.monotonic() < deadline, "redis-server did not come up in 10 s"
+            time.sleep(POLL_S)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def absent(needs: tuple[str, ...]) -> list[str]:
+    return [need for need in needs if not (shutil.which(need) if "-" in need else importlib.util.find_spec(need))]
+
+
+def compare(root: Path, count: int, repeats: int) -> dict[str, Any]:
+    runnable = {name: build for name, (build, needs, _) in TRANSPORTS.items() if not absent(needs)}
+    taken: dict[str, list[float]] = {name: [] for name in runnable}
+    for repeat in range(repeats):
+        for index, (name, build) in enumerate(runnable.items()):
+            directory = root / f"{repeat}-{index}"
+            directory.mkdir()
+            with server(name, directory):
+                taken[name].append(seconds(build(directory, count)))
+            shutil.rmtree(directory)
+    megabytes = NUM_WRITERS * count * NUM_TOKENS * 13 / 1e6
+    return {
+        name: {
+            "durable": TRANSPORTS[name][2],
+            "mb_per_s": [round(megabytes / each, 1) for each in lasted],
+            "of_raw": round(median(taken["raw"]) / median(lasted), 3),
+            "of_raw_alone": round(median(taken["raw alone"]) / median(lasted), 3),
+        }
+        for name, lasted in taken.items()
+    }
+
+
+def visible_ms(directory: Path, count: int = 100) -> dict[str, float]:
+    """From append to found by a reader that polls each 10 ms, at 50 groups a second and commits each 0.2 s."""
+    chain = ChainWriter(directory, Ring(directory, 0).name(0), 64 << 20)
+    commits, reader = GroupCommit(chain, commit_s=0.2, patience_s=60.0), ChainReader(directory, chain.name)
+    meta, body = encode_group(SOME[0])
+    appended: list[float] = []
+
+    def write() -> None:
+        for number in range(count):
+            appended.append(time.monotonic())
+            chain.append(RecordType.DATA, number, meta, body)
+            time.sleep(0.02)
+        commits.stop()
+        chain.end()
+
+    writer, delays = threading.Thread(target=write), list[float]()
+    writer.start()
+    while not reader.ended:
+        delays += [time.monotonic() - appended[found.meta["ticket"]] for found in reader.poll()]
+        time.sleep(POLL_S)
+    writer.join()
+    ordered = sorted(delays)
+    return {"p50": round(1e3 * median(ordered), 1), "p95": round(1e3 * ordered[int(0.95 * len(ordered))], 1)}
+
+
+def file_calls(directory: Path, count: int = 400) -> dict[str, float]:
+    """File calls for each group of one trajectory, of one writer and one reader in one process."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+        return lambda *args, **options: (calls.update([name]), real(*args, **options))[1]
+
+    names = (*METADATA, "close", "pread", "pwrite", "fsync", "fdatasync")
+    with patch.multiple(os, **{name: counted(name) for name in names}):
+        ring = OneReader(directory, count)
+        writer = threading.Thread(target=ring.write, args=(0,))
+        (directory / "ring" / "chains").mkdir(parents=True)
+        writer.start()
+        ring.read(0)
+        writer.join()
+    per_group = {name: round(calls[name] / count, 3) for name in names}
+    return {**per_group, "metadata": round(sum(calls[name] for name in METADATA) / count, 3)}
+
+
+class OneReader(Ring):
+    def mine(self, reader: int) -> list[int]:
+        return [0]
+
+
+def small_records(directory: Path, count: int) -> dict[str, float]:
+    """Inodes of so many records of 64 bytes, none of them reclaimed."""
+    chain = ChainWriter(directory, Ring(directory, 0).name(0), 64 << 20)
     began = time.perf_counter()
-    with path.open("wb") as file:
-        for _ in range(NUM_WRITERS * count):
-            file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
-    with path.open("rb") as file:
-        while file.read(len(body)):
-            pass
-    return time.perf_counter() - began
+    for number in range(count):
+        chain.append(RecordType.DATA, number, {}, bytes(64))
+        if number % 20_000 == 0:
+            chain.commit()
+    chain.end()
+    written_s = time.perf_counter() - began
+    found, reader = 0, ChainReader(directory, chain.name)
+    while not reader.ended:
+        found += len(reader.poll())
+    assert found == count
+    inodes = 1 + len(os.listdir(chain.directory))
+    return {"records": count, "live_inodes": inodes, "records_per_s": round(count / written_s)}
+
+
+def picture(rows: dict[str, Any]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    names = list(rows)[::-1]
+    bars = axes.barh(names, [rows[name]["of_raw"] for name in names])
+    axes.bar_label(bars, [f"{rows[name]['of_raw']:.2f}  durable {rows[name]['durable']}" for name in names], padding=3)
+    axes.set_xlabel("speed, as a share of raw (median)")
+    axes.set_xlim(0, 1.6 * max(row["of_raw"] for row in rows.values()))
+    for suffix in ("png", "svg"):
+        figure.savefig(Path(__file__).with_suffix(f".{suffix}"))
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    with tempfile.TemporaryDirectory() as directory:
-        raw, ring = [], []
-        for repeat in range(REPEATS):
-            raw.append(raw_s(Path(directory) / f"raw{repeat}", count))
-            ring.append(ring_s(Path(directory) / f"run{repeat}", count))
-    megabytes = NUM_WRITERS * count * NUM_TOKENS * 13 / 1e6
-    result = {
-        "megabytes": megabytes,
-        "raw_mb_per_s": [megabytes / seconds for seconds in raw],
-        "ring_mb_per_s": [megabytes / seconds for seconds in ring],
-        "ratio_of_best": min(raw) / min(ring),
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg(),
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300, help="groups a writer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", type=int, default=1_000_000, help="small records")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine.describe(), "groups_a_writer": options.count}
+    with tempfile.TemporaryDirectory() as root:
+        result["transports"] = rows = compare(Path(root), options.count, options.repeats)
+        for name, measure in (("visible_ms", visible_ms), ("file_calls_a_group", file_calls)):
+            result[name] = measure(Path(tempfile.mkdtemp(dir=root)))
+        result["small"] = small_records(Path(tempfile.mkdtemp(dir=root)), options.small)
+    result["not_installed"] = {
+        name: missing for name, (_, needs, _) in TRANSPORTS.items() if (missing := absent(needs))
     }
+    result["load_at_end"] = round(os.getloadavg()[0], 2)
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'':8}{'MB/s, best of ' + str(REPEATS):>22}{'of raw':>10}")
-    print(f"{'raw':8}{max(result['raw_mb_per_s']):22.0f}{1:10.2f}")
-    print(f"{'ring':8}{max(result['ring_mb_per_s']):22.0f}{result['ratio_of_best']:10.2f}")
+    picture(rows)
+    print(f"{'':16}{'MB/s':>8}{'of raw':>8}{'of raw alone':>14}  durable")
+    for name, row in rows.items():
+        shares = f"{row['of_raw']:8.2f}{row['of_raw_alone']:14.2f}"
+        print(f"{name:16}{median(row['mb_per_s']):8.0f}{shares}  {row['durable']}")
+    print({name: result[name] for name in ("visible_ms", "file_calls_a_group", "small", "not_installed")})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Mutant:
 
 def _write_batch_without_sync(self: ChainWriter, batch: Any) -> None:
     """Data and COMMIT in one go, one sync at the end."""
-    self._put(batch.data + batch.commit, self._file.offset)
+    self._put(bytes(batch.data) + batch.commit, self._file.offset)
     self._file.offset += len(batch.data) + len(batch.commit)
     self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
