@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from areal_hpc import patience
-from areal_hpc.buffer.chain import ChainName, ChainWriter, GroupCommit
+from areal_hpc.buffer.chain import COMMIT_BYTES, ChainName, ChainWriter, GroupCommit
 from areal_hpc.buffer.records import RecordType, frame
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.errors import RunDirError
@@ -411,3 +411,49 @@ def test_an_error_that_only_close_reports_costs_nothing(chains: Path, monkeypatc
     put(chain, 1)
     chain.end()
     assert tickets(ChainReader(chains, chain.name)) == [0, 1]
+
+
+def test_a_backlog_becomes_batches_that_each_are_durable_by_themselves(chains: Path) -> None:
+    chain, half = new_chain(chains), COMMIT_BYTES // 2
+    put(chain, 0, 1, 2, 3, 4, size=half)
+    for ticket in range(5, 10):
+        chain.append(RecordType.DATA, ticket, {}, bytes([ticket]) * half)
+    syncs = 0
+
+    def counted(fd: int, *, sync: Callable[[int], None] = os.fdatasync) -> None:
+        nonlocal syncs
+        syncs += 1
+        sync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", counted)
+        chain.commit()
+    assert syncs == 2 * 3  # 5 halves are 3 batches, each with its data and its COMMIT
+    assert tickets(ChainReader(chains, chain.name)) == list(range(10))
+
+
+@pytest.mark.parametrize("failing", range(1, 7))
+def test_a_batch_that_failed_is_written_again_with_the_same_bytes(chains: Path, failing: int) -> None:
+    """Whichever sync fails, of the data or the COMMIT of any of three batches that share one buffer."""
+    chain, half = new_chain(chains), COMMIT_BYTES // 2
+    for ticket in range(5):
+        chain.append(RecordType.DATA, ticket, {}, bytes([ticket + 1]) * half)
+    syncs = 0
+
+    def broken(fd: int, *, sync: Callable[[int], None] = os.fdatasync) -> None:
+        nonlocal syncs
+        syncs += 1
+        if syncs == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            chain.commit()
+        chain.append(RecordType.DATA, 5, {}, b"later" * 100)
+        chain.commit()
+    found = ChainReader(chains, chain.name).poll()
+    stored = b"".join((chain.directory / name).read_bytes() for name in segments(chain))
+    assert [record.meta["ticket"] for record in found] == list(range(6))
+    assert [stored.count(bytes([ticket + 1]) * half) for ticket in range(5)] == [1] * 5
