@@ -75,6 +75,8 @@ class _Lines:
             self._write(f"evaluation {evaluation_text(record)}")
         elif record.kind == "restart":
             self._write(restart_text(record))
+        elif record.kind == "failure" and progress.drops.failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+            self._write(f"warning: {progress.drops.failure_text()}")
         self._has_news |= record.kind == "step" and record.number("step") is not None
 
     def _warn(self, progress: Progress) -> None:
@@ -140,6 +142,8 @@ def _picture(progress: Progress, elapsed_s: float) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, text in progress.fields().items():
         facts.add_row(Text(name, style="cyan"), Text(text))
+    if failures := progress.drops.failure_text():
+        facts.add_row(Text("failures", style="bold red"), Text(failures))
     if warning := progress.drops.warning():
         facts.add_row(Text("warning", style="bold red"), Text(warning))
     whole = Table.grid()

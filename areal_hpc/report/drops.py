@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from areal_hpc.report.text import MISSING, count
 from areal_hpc.telemetry import Record
+from areal_hpc.telemetry.logs import escape
 from areal_hpc.types import Drop
 
 WARN_AFTER = 32
@@ -21,6 +22,9 @@ class Drops:
     def __init__(self) -> None:
         self._counts: Mapping[Drop, float | None] = {}
         self._row: Counter[str] = Counter()
+        self.failures = 0
+        """Samples that failed, each attempt at one counted."""
+        self._last_failure = ""
 
     def feed(self, record: Record) -> None:
         """Take in one record; the trainer's steps have the counts of the whole run, the workers' groups the row."""
@@ -30,6 +34,9 @@ class Drops:
             self._row.clear()
         elif record.kind == "group":
             self._row[f"{record.values.get('outcome')}: {record.values.get('reason')}"] += 1
+        elif record.kind == "failure":
+            self.failures += 1
+            self._last_failure = f"{record.values.get('error')}: {record.values.get('message')}"
 
     @property
     def row(self) -> int:
@@ -39,6 +46,14 @@ class Drops:
     def text(self) -> str:
         """The counts as of the newest step."""
         return drops_text(self._counts)
+
+    def failure_text(self) -> str:
+        """How many samples failed and why the last one did, in one line of ASCII; empty while none has."""
+        if not self.failures:
+            return ""
+        reason = escape(self._last_failure).encode("ascii", "backslashreplace").decode()
+        what = "1 sample" if self.failures == 1 else f"{count(self.failures)} samples"
+        return f"{what} failed so far, the last by {reason}"
 
     def warning(self) -> str:
         """What is wrong while no group is kept; empty where all is well."""

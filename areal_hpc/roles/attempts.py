@@ -10,6 +10,7 @@ often, a stop request or another owner end the run whatever the limit says.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.roles.wiring.launchers import make_launcher
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
+
+log = logging.getLogger(__name__)
 
 IRREPLACEABLE = ("trainer", "generator")
 """The second in deterministic training only: an engine that starts anew lacks the older weights, by which some groups
@@ -142,6 +145,12 @@ class Attempts:
             try:
                 supervisor.start(roles)
                 outcome = supervisor.watch()
+                if outcome == "stopped":
+                    log.info(
+                        "stopping: the step under way, then a checkpoint, within limits.stop_s = %g s; asked again, all "
+                        "ends at once",
+                        config.limits.stop_s,
+                    )
             finally:
                 ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.insist)
                 show()

@@ -90,6 +90,8 @@ def run_local(
         )
         outcome = attempts.go(after=newest)
     write_report(run)
+    if outcome == "stopped":
+        log.info("go on with the same command and --resume")
     return EXIT_CODES[outcome]
 
 

@@ -109,9 +109,9 @@ class _Worker:
         answer = await self._answer()
         if answer.get("call") != self._calls:
             raise _WorkerEnded
+        self._in_doubt = not answer.get("well", True)  # an ordinary exception leaves the process as well as it was
         if "error" in answer:
             raise RewardRaised(answer["error"])
-        self._in_doubt = False
         return float(answer["reward"])
 
     async def _answer(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class RewardPool:
             assert worker is not None
             raise RewardError(f"reward {self._reward!r}{about}: {await worker.ending()}") from None
         except (RewardError, ConfigError) as error:
-            if worker is not None:
+            if worker is not None and not isinstance(error, RewardRaised):
                 worker.kill()
             raise type(error)(f"reward {self._reward!r}{about}: {error}") from None
         finally:

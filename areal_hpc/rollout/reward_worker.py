@@ -63,6 +63,10 @@ def outcome_of(value: object) -> dict[str, Any]:
     return {"reward": float(value)}
 
 
+SPENT = (MemoryError, RecursionError)
+"""After these a process is replaced, as after what is no Exception: who knows what it lacks now."""
+
+
 def reason_of(error: BaseException) -> str:
     """One line on what a reward raised and where."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -124,7 +128,7 @@ def serve(reward: Callable[..., Any], channel: socket.socket) -> None:
         try:
             outcome = outcome_of(reward(text, answer, prompt))
         except BaseException as error:  # whatever a reward raises, SystemExit too, is the answer to its call
-            outcome = {"error": reason_of(error)}
+            outcome = {"error": reason_of(error), "well": isinstance(error, Exception) and not isinstance(error, SPENT)}
         if os.getpid() != home:  # a child that the reward forked and let run out of its function
             os._exit(0)
         _send(channel, {"call": call, **outcome})

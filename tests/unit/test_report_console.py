@@ -214,3 +214,18 @@ def test_an_engine_that_fell_silent_no_longer_counts() -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_samples_that_fail_are_told_at_once_and_each_time_that_their_number_has_doubled() -> None:
+    failures = [record("failure", error="RewardRaised", message=f"é\x1b[2J {number}") for number in range(1, 6)]
+    assert lines_of(failures, clock=count(0.0, 1.0)) == [
+        f"warning: {what} failed so far, the last by RewardRaised: \\xe9\\x1b[2J {number}"
+        for number, what in ((1, "1 sample"), (2, "2 samples"), (4, "4 samples"))
+    ]
+
+
+def test_a_terminal_shows_the_last_failure() -> None:
+    terminal = Terminal()
+    with LiveConsole(100, terminal) as console:
+        console.feed([record("failure", error="RewardRaised", message="why not")])
+    assert "1 sample failed so far, the last by RewardRaised: why not" in terminal.getvalue()
