@@ -147,8 +147,8 @@ class Attempts:
                 outcome = supervisor.watch()
                 if outcome == "stopped":
                     log.info(
-                        "stopping: the step under way, then a checkpoint, within limits.stop_s = %g s; asked again, all "
-                        "ends at once",
+                        "stopping: the step under way, then a checkpoint, within limits.stop_s = %g s; asked again, "
+                        "all ends at once",
                         config.limits.stop_s,
                     )
             finally:
