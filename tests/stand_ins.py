@@ -73,12 +73,21 @@ class Nobody:
 class Transport:
     """A ``WeightTransport`` to nobody that takes a moment."""
 
+    route = "nowhere"
+
     def __init__(self) -> None:
         self.membership = Membership([Nobody()], timeout_s=1.0)
 
     async def publish(self, version: int, weights: Iterable[tuple[str, Any]]) -> Mapping[str, float]:
-        await asyncio.sleep(random.uniform(0.0, 0.03))
-        return {"fingerprint": float(zlib.crc32(repr(list(weights)).encode()))}
+        sent = repr(list(weights)).encode()
+        seconds = random.uniform(0.0, 0.03)
+        await asyncio.sleep(seconds)
+        return {
+            "seconds": seconds,
+            "seconds_paused": seconds,
+            "bytes": float(len(sent)),
+            "fingerprint": float(zlib.crc32(sent)),
+        }
 
     async def close(self) -> None: ...
 
