@@ -82,7 +82,7 @@ def test_a_stop_while_everything_still_starts_leaves_nothing_behind(model: Path,
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_stop_while_the_model_is_made_leaves_no_run(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with launched(tmp_path, tmp_path / "model", "model.maker=tiny_task:make_for_ever") as started:
-        until("the making to begin", (tmp_path / "making").exists)
+        until("the making to begin", lambda: list(tmp_path.glob(".model.*/making")))
         started.process.send_signal(number)
         assert started.wait(limit_s=10.0) == code
         assert "Traceback" not in started.text

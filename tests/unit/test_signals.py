@@ -99,7 +99,7 @@ from areal_hpc import checkpoint
 from areal_hpc.roles.process import enter
 from areal_hpc.types import WeightVersion
 
-process = enter("trainer", 0, Path(sys.argv[1]), 1, 0)
+process = enter("trainer", 0, Path(sys.argv[1]), 1, 0, parent=os.getppid(), host="127.0.0.1")
 def save(directory):
     (directory / "first").write_bytes(b"1")
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
