@@ -42,8 +42,7 @@ class Observer:
         return [self._look(name) for name in names]
 
     def _look(self, name: str) -> Seen:
-        role, _, index = name.rpartition("-")
-        beat = read_heartbeat(self._attempt, role, int(index))
+        beat = read_heartbeat(self._attempt, name)
         pulse = self._pulses.setdefault(name, Pulse(self._clock))
         pulse.see(beat)
         silent_s = pulse.silent_s()

@@ -84,8 +84,7 @@ def _observe(
 
 def _last_words(attempt: AttemptDir, names: Sequence[str]) -> list[Seen]:
     """Of those that did not end by themselves."""
-    parted = [(name, *name.rsplit("-", 1)) for name in names]
-    beats = {name: read_heartbeat(attempt, role, int(index)) for name, role, index in parted}
+    beats = {name: read_heartbeat(attempt, name) for name in names}
     return [last_words(name, beat) for name, beat in beats.items() if beat is not None and not beat["ended"]]
 
 

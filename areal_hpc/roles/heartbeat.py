@@ -2,7 +2,7 @@
 
     role process (a thread)                              launcher, status
     -----------------------                              ----------------
-    every BEAT_S: heartbeats/<role>-<index>.json         pulse.see(read_heartbeat(attempt, role, index))
+    every BEAT_S: heartbeats/<role>-<index>.json         pulse.see(read_heartbeat(attempt, "<role>-<index>"))
         {pid ..., incarnation, counter, ended,           pulse.silent_s(): since the file last said something new
          waits, achieved}
 
@@ -28,7 +28,7 @@ from areal_hpc.waits import published
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_NAME = re.compile(r"([a-z]+)-(\d+)\.json")
+HEARTBEAT_NAME = re.compile(r"([a-z]+-\d+)\.json")
 BEAT_S = 2.0
 LOOK_S = 0.1
 SILENT_S = 6.0
@@ -87,9 +87,9 @@ def beating(
         thread.join(LAST_BEAT_S)
 
 
-def read_heartbeat(attempt: AttemptDir, role: str, index: int) -> dict[str, Any] | None:
-    """The newest heartbeat of a process, or None while there is none, or its name is stale for an instant."""
-    path = attempt.heartbeat(role, index)
+def read_heartbeat(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
+    """The newest heartbeat of process ``name`` (trainer-0); None while there is none, or it is stale for an instant."""
+    path = attempt.heartbeats / f"{name}.json"
     return read_replaced(path) if path.name in os.listdir(path.parent) else None
 
 
@@ -128,10 +128,9 @@ def watch_pulses(
     began = clock()
     pulses: dict[str, Pulse] = {}
     while True:
-        for name in sorted(os.listdir(attempt.heartbeats)):
-            if match := HEARTBEAT_NAME.fullmatch(name):
-                pulse = pulses.setdefault(name.removesuffix(".json"), Pulse(clock))
-                pulse.see(read_heartbeat(attempt, match[1], int(match[2])))
+        for file_name in sorted(os.listdir(attempt.heartbeats)):
+            if match := HEARTBEAT_NAME.fullmatch(file_name):
+                pulses.setdefault(match[1], Pulse(clock)).see(read_heartbeat(attempt, match[1]))
         if all(pulse.moved or pulse.ended for pulse in pulses.values()) or clock() - began >= limit_s:
             break
         sleep(LOOK_S)

@@ -158,7 +158,7 @@ def _trainer_lives(attempt: AttemptDir, host: str) -> bool:
     endpoint = read_if_listed(attempt.endpoint("trainer", 0))
     if endpoint is None or endpoint["host"] == host:
         return endpoint is not None and start_ticks(endpoint["pid"]) is not None
-    beat = read_heartbeat(attempt, "trainer", 0)
+    beat = read_heartbeat(attempt, "trainer-0")
     return beat is None or not beat["ended"]
 
 

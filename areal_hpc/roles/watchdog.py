@@ -103,8 +103,7 @@ class Watchdog:
         """
         stacks.ask_all(self._attempt)
         for name in (one.name for one in seen if one.absent):
-            role, _, index = name.rpartition("-")
-            beat = read_heartbeat(self._attempt, role, int(index))
+            beat = read_heartbeat(self._attempt, name)
             if beat is None or beat["pid"] != processes[name].pid:
                 continue  # one that is still coming up would end by the signal
             if wake or Owner.from_record(beat).kernel_state() != STOPPED:

@@ -30,16 +30,16 @@ def until(ready: Callable[[], Any]) -> Any:
 
 
 def beat_of(attempt: AttemptDir) -> dict[str, Any]:
-    beat = read_heartbeat(attempt, "rollout", 2)
+    beat = read_heartbeat(attempt, "rollout-2")
     assert beat is not None
     return beat
 
 
 def test_a_process_counts_while_it_runs_and_says_when_it_ends(attempt: AttemptDir) -> None:
     waiting = [["generator-0", 12]]
-    assert read_heartbeat(attempt, "rollout", 2) is None
+    assert read_heartbeat(attempt, "rollout-2") is None
     with beating(attempt, "rollout", 2, 3, beat_s=0.001, state=lambda: {"waits": waiting}):
-        first = until(lambda: read_heartbeat(attempt, "rollout", 2))
+        first = until(lambda: read_heartbeat(attempt, "rollout-2"))
         assert (first["pid"], first["incarnation"], first["ended"]) == (os.getpid(), 3, False)
         assert first["waits"] == waiting
         until(lambda: beat_of(attempt)["counter"] > first["counter"] + 1)
@@ -64,7 +64,7 @@ def test_a_full_disk_silences_the_heartbeat_and_not_the_process(
         raise OSError(28, "No space left on device")
 
     with caplog.at_level(logging.WARNING), beating(attempt, "rollout", 2, 0, beat_s=0.001):
-        until(lambda: read_heartbeat(attempt, "rollout", 2))
+        until(lambda: read_heartbeat(attempt, "rollout-2"))
         monkeypatch.setattr(module, "publish_json", refuse)
         until(lambda: len(refused) > 3)
         monkeypatch.undo()
