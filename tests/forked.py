@@ -2,12 +2,15 @@
 
 preload()                                     in a process that has started no thread and computed nothing
 pid = fork("launcher", output, main)          and so for every role that a launcher among them starts
+process = ForkedCommand(words, output, env)   the same from any process: a fork of this session's fork server
 """
 
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+import psutil
+
+from areal_hpc.accelerator import REPRODUCIBLE
+
+SERVER = multiprocessing.get_context("forkserver")
+"""Whose processes are forks of one that has imported what is in ``preloaded.py``."""
+SERVER.set_forkserver_preload(["preloaded"])
+ROLE = re.compile(r"(trainer|generator|rollout|evaluator)-\d+")
 
 
 class ForkedRole(subprocess.Popen):  # type: ignore[type-arg]
@@ -45,7 +58,8 @@ def fork(name: str, output: int, main: Callable[[], int]) -> int:
 
 def _become(name: str, output: int) -> None:
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -67,10 +81,55 @@ def _leave(main: Callable[[], int]) -> None:
         os._exit(code)
 
 
+class ForkedCommand:
+    """``areal-hpc`` with ``words`` as a fork of the fork server; what the tests use of ``subprocess.Popen``."""
+
+    def __init__(self, words: list[str], output: Path, env: dict[str, str]) -> None:
+        # With its first process the server starts, imports, and reads how its arithmetic is to be done.
+        with mock.patch.dict(os.environ, {**env, **REPRODUCIBLE}):
+            self._process = SERVER.Process(target=_command, args=(words, output, env))
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _command(words: list[str], output: Path, env: dict[str, str]) -> None:
+    from areal_hpc.cli import main
+
+    os.environ.update(env)
+    preload()
+    with output.open("ab") as file:
+        _become("launcher", file.fileno())
+    _leave(lambda: main(words))
+
+
+def role_name(process: psutil.Process) -> str | None:
+    """``trainer-0`` and the like for a role, however it was started; None for any other process."""
+    line = process.cmdline()
+    name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2]) if "areal_hpc.roles" in line else process.name()
+    return name if ROLE.fullmatch(name) else None
+
+
 def preload() -> None:
     """Import what launcher and roles will import, so that their forks need not; from now on roles are forks."""
     import torch  # noqa: F401
-    import transformers  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import areal_hpc.cluster.local as local
     import areal_hpc.generation.embedded.server

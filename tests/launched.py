@@ -1,4 +1,8 @@
-"""A run started as a person starts it: ``python -m areal_hpc run`` in a process of its own."""
+"""A run started as a person starts it, ``areal-hpc run`` in a process of its own, and what its files and processes say.
+
+Most runs here are forks of a process that has imported everything (``forked.py``), since imports would be most of what
+they do; ``fresh=True`` starts an interpreter for each process, as outside of tests.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from typing import Any
 
 import psutil
 import yaml
+from forked import ForkedCommand, role_name
 
 from areal_hpc.buffer.chain import ChainName
 from areal_hpc.buffer.records import RecordType, group_ref
@@ -74,24 +79,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
+def fresh_command(words: list[str], output: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """``python -m areal_hpc`` with ``words``."""
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "areal_hpc", *words],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # A shell that runs the tests in the background hands SIGINT down as ignored; a person's shell does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
+        )
+
+
 class Launched:
     """One start of a run."""
 
-    def __init__(self, root: Path, *words: str) -> None:
+    def __init__(self, root: Path, *words: str, fresh: bool = False) -> None:
         self.run = RunDir(root)
         self.output = root.parent / f"{root.name}.{time.monotonic_ns()}.txt"
-        with self.output.open("wb") as file:
-            line = [sys.executable, "-m", "areal_hpc", "run", *words]
-            self.process = subprocess.Popen(
-                line,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                # A shell that runs the tests in the background hands SIGINT down as ignored; a person's shell does not.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
-            )
+        self.output.touch()
+        start = fresh_command if fresh else ForkedCommand
+        self.process = start(["run", *words], self.output, environment())
         self.seen: dict[int, psutil.Process] = {}  # every process that this start was seen to have
 
     @property
@@ -103,10 +114,8 @@ class Launched:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it ended, or is a zombie
-                line = child.cmdline()
-                if "areal_hpc.roles" in line:
-                    role, index = line[line.index("areal_hpc.roles") + 1 :][:2]
-                    found[f"{role}-{index}"] = child
+                if name := role_name(child):
+                    found[name] = child
                     self.seen |= {process.pid: process for process in (child, *child.children(recursive=True))}
         return found
 
@@ -141,9 +150,9 @@ def _lives(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def launched(directory: Path, model: Path, *words: str, name: str = "run") -> Iterator[Launched]:
+def launched(directory: Path, model: Path, *words: str, name: str = "run", fresh: bool = False) -> Iterator[Launched]:
     """Start run ``name`` of ``CONFIG`` in ``directory``; whatever it leaves is killed by pid in the end."""
-    started = Launched(directory / name, *arguments(directory, model), f"name={name}", *words)
+    started = Launched(directory / name, *arguments(directory, model), f"name={name}", *words, fresh=fresh)
     try:
         yield started
     finally:

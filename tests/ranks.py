@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from forked import SERVER
 
 from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.types import GroupAddress
@@ -17,11 +17,9 @@ TIMEOUT_S = 120.0
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(group, *args)`` on every rank: what each returned, by rank. Raises what any rank raised."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "areal_hpc.training.reference"])
     store = host_store(timeout_s=TIMEOUT_S)
     address = GroupAddress(host="127.0.0.1", port=store.port, name="ranks", world_size=num_ranks, backend="gloo")
-    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_ranks, mp_context=SERVER) as pool:
         futures = [pool.submit(_enter, address, rank, function, args) for rank in range(num_ranks)]
         return [future.result(timeout=TIMEOUT_S) for future in futures]
 

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import psutil
 import yaml
-from forked import fork, preload
+from forked import fork, preload, role_name
 
 from areal_hpc.buffer.epochs import newest_epoch, read_start
 from areal_hpc.checkpoint import PENDING_NAME
@@ -49,7 +49,6 @@ LIMIT_S = 120.0
 """Longest wait for anything; far more than it takes on a busy machine."""
 MOST_FAILURES = 5
 """A storm that found so many says nothing new any more."""
-ROLE = re.compile(r"(trainer|generator|rollout|evaluator)-\d+")
 CONFIG: dict[str, Any] = {
     "name": "run",
     "model": {"max_tokens": 64},
@@ -168,6 +167,7 @@ class Storm:
         self.frozen: list[tuple[psutil.Process, float]] = []
         self.seen: dict[int, psutil.Process] = {}
         self.epoch, self.began, self.recorded, self.measured = 0, 0.0, 0.0, True
+        self.start_is_due = False
         self.output = directory / "output.txt"
         (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
 
@@ -209,10 +209,7 @@ class Storm:
             assert self.launcher is not None
             for child in self.launcher.children():
                 with suppress(psutil.NoSuchProcess):
-                    name, line = child.name(), child.cmdline()
-                    if "areal_hpc.roles" in line:
-                        name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2])
-                    if ROLE.fullmatch(name):
+                    if name := role_name(child):
                         found[name] = child
         self.seen |= {process.pid: process for process in found.values()}
         return found
@@ -276,23 +273,36 @@ class Storm:
                 self.frozen.remove((process, when))
 
     def strike(self) -> bool:
-        """Wait for an instant and kill somebody; False where the run had ended or that role was not there."""
-        (wanted,) = self.random.choices(list(PHASES), list(PHASES.values()))
+        """Wait for an instant and kill somebody; False where the run had ended or that role was not there.
+
+        Only a new attempt can be hit at its start: one that is past it by then is ended for the next one's sake.
+        """
+        (wanted,) = [Phase.START] if self.start_is_due else self.random.choices(list(PHASES), list(PHASES.values()))
         (victim,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        if wanted is Phase.START:
-            self.until(lambda: time.monotonic() - self.began > delay, delay := self.random.uniform(0.0, 2.0))
-        else:
-            before = self.step()
-            self.until(lambda: self.step() > before, LIMIT_S)
-            self.until(lambda: self.phase() is wanted, 10.0)
-            time.sleep(self.random.choice([0.0, 0.005, 0.02, self.random.uniform(0.0, 0.3)]))
+        self.wait_for(wanted)
         phase = self.phase()
-        if self.ended() is not None or not self.kill(victim):
+        if wanted is Phase.START and phase is not Phase.START:
+            victim = Victim.EVERYTHING
+        hit = self.ended() is None and self.kill(victim)
+        self.start_is_due = wanted is Phase.START and not (hit and phase is Phase.START)
+        if not hit:
             return False
         self.outcome.kills += 1
         self.outcome.victims[victim] = self.outcome.victims.get(victim, 0) + 1
         self.outcome.phases[phase] = self.outcome.phases.get(phase, 0) + 1
         return True
+
+    def wait_for(self, wanted: Phase) -> None:
+        """Until the attempt is likely to be at ``wanted``, and a moment of chance longer."""
+        if wanted is Phase.START:
+            usual = self.outcome.to_first_step[-1] if self.outcome.to_first_step else 1.0
+            delay = self.random.uniform(0.0, 0.6 * usual)
+            self.until(lambda: self.phase() is not Phase.START or time.monotonic() - self.began > delay, delay)
+            return
+        before = self.step()
+        self.until(lambda: self.step() > before, LIMIT_S)
+        self.until(lambda: self.phase() is wanted, 10.0)
+        time.sleep(self.random.choice([0.0, 0.005, 0.02, self.random.uniform(0.0, 0.3)]))
 
     def kill(self, victim: Victim) -> bool:
         """Whether there was somebody to kill."""

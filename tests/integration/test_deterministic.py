@@ -115,7 +115,7 @@ def test_a_run_that_was_killed_learns_the_same_bits(
     words: Sequence[str], victims: Sequence[str], model: Path, tmp_path: Path
 ) -> None:
     of_trainer = [word for word in words if word.startswith("trainer.")]
-    with launched(tmp_path, model, *WORDS, *of_trainer, name="undisturbed") as started:
+    with launched(tmp_path, model, *WORDS, *of_trainer, name="undisturbed", fresh=True) as started:
         started.wait_for_step(1)
         environments = [process.environ() for process in started.roles().values()]
         assert all(REPRODUCIBLE.items() <= environment.items() for environment in environments)

@@ -12,11 +12,12 @@ from launched import (
     Launched,
     arguments,
     assert_stopped_in_order,
-    command,
     groups_in,
     launched,
     num_consumed,
 )
+
+from areal_hpc.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +104,10 @@ def test_a_reward_that_never_works_ends_the_run_and_says_so(model: Path, tmp_pat
     ],
 )
 def test_what_is_missing_is_found_before_anything_is_written(
-    word: str, message: str, model: Path, tmp_path: Path
+    word: str, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = command("run", *arguments(tmp_path, model), word)
-    assert told.returncode == 2, told.stderr
-    assert told.stderr.count("\n") == 1, told.stderr
-    assert message in told.stderr
+    assert main(["run", *arguments(tmp_path, model), word]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, told
+    assert message in told
     assert not (tmp_path / "run").exists()
