@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
@@ -25,6 +27,10 @@ def preflight(config: Config) -> None:
     if config.replay.run:
         check_replay(config)
         make_model(config)
+        return
+    if is_offline(config.algorithm):
+        make_model(config)
+        check_answers(config)
         return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
