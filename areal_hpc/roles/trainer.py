@@ -125,7 +125,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         settle=member.settle,
         journal=member.note,
         stop_requested=process.stopping,
-        workers=[f"rollout-{index}" for index in range(config.rollout.workers)],
+        workers=[] if offline else [f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
         archive=None if member.archiver is None else member.archiver.add,
         evaluate=HeldOut(process, member.ranks, member.backend).measure if measured else no_evaluation,

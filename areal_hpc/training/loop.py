@@ -4,10 +4,12 @@ Rank 0 alone claims, publishes and commits; every rank reads its own share of th
 collectives. Whoever waits for whom:
 
     reader.claim     waits for rollout workers to seal groups          (limit: starve_s, message from the ring)
+                     or for nobody, where answers come from a data set
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
+    evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 

@@ -137,7 +137,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     bounds = sorted({bound for _, bound in groups})
     out += ["", "## Last evaluation by bound on staleness", ""]
     out += ["| file | " + " | ".join(map(str, bounds)) + " |", "|---|" + "---|" * len(bounds)]
-    for file in SWEPT:
+    for file in (name for name in SWEPT if any(file == name for file, _ in groups)):
         of_bounds = [mean_and_spread(_lasts(groups[file, b])) if (file, b) in groups else "" for b in bounds]
         out.append(f"| `{file}` | " + " | ".join(of_bounds) + " |")
     machine = describe()

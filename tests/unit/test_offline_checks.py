@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from areal_hpc.config.offline_checks import READ, UNREAD
 from areal_hpc.config.recipes import RECIPES, reference_of
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
-from areal_hpc.errors import ConfigError
+from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.roles.supervisor import roles_of
+from areal_hpc.roles.wiring.preflight import check_vocabulary
+from tests.tiny_models import make_tokenizer
 
 OFFLINE = [name for name, recipe in RECIPES.items() if recipe.data.is_offline]
 
@@ -104,6 +107,20 @@ def test_distillation_needs_a_teacher() -> None:
     assert resolved.rollout.filter.zero_variance is False
     with pytest.raises(ConfigError, match=r"learns from a teacher: set algorithm.kl.reference"):
         resolve(distilled(kl=KlConfig()))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Its log-probs would be those of other words."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "same")
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    check_vocabulary(str(tmp_path / "ours"), str(tmp_path / "same"))
+    with pytest.raises(DataError, match=r"different vocabularies: 1 tokens, such as 'another'; take a model of the"):
+        check_vocabulary(str(tmp_path / "ours"), str(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"nowhere is not a directory"):
+        check_vocabulary(str(tmp_path / "ours"), str(tmp_path / "nowhere"))
 
 
 def test_distillation_reads_no_reward_and_no_discount() -> None:

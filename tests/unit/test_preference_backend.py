@@ -12,8 +12,11 @@ import torch
 import transformers
 from torch.nn.functional import logsigmoid
 
-from areal_hpc.config.algorithm import AlgorithmConfig, DpoConfig, PreferenceLoss, ProximalMethod
-from areal_hpc.config.schema import OptimizerConfig, TrainerConfig
+from areal_hpc.algorithms.advantages import AdvantageInputs
+from areal_hpc.algorithms.table import find
+from areal_hpc.config.algorithm import AlgorithmConfig, DpoConfig, KlConfig, PreferenceLoss, ProximalMethod
+from areal_hpc.config.resolve import resolve
+from areal_hpc.config.schema import Config, ModelConfig, OptimizerConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.errors import DataError
 from areal_hpc.scorer import load_scorer
 from areal_hpc.training.batching import plan_step
@@ -230,6 +233,47 @@ def test_a_plan_keeps_pairs_together(num_ranks: int) -> None:
     assert all(share[1::2] == [index + 1 for index in share[::2]] for share in shares)
     assert sorted(index for share in shares for index in share) == list(range(24))
     assert [sum(map(len, minibatch)) for minibatch in plan] == [8, 8, 8]
+
+
+def test_a_distilled_token_is_worth_what_the_teacher_finds_it_likelier(model: Path, other: Path) -> None:
+    """By transformers in float64; no reward, no discount, no baseline."""
+    written = AlgorithmConfig(name="distillation", kl=KlConfig(reference=str(other)))
+    config = resolve(
+        Config(
+            name="small",
+            model=ModelConfig(path=str(model)),
+            prompts=PromptsConfig(train="train.jsonl"),
+            rollout=RolloutConfig(reward="tasks:reward"),
+            trainer=TrainerConfig(total_steps=10),
+            algorithm=written,
+        )
+    ).algorithm
+    backend = ReferenceBackend(
+        model_path=str(model), algorithm=config, trainer=TrainerConfig(total_steps=10), temperature=1.0
+    )
+    behaviour = np.random.default_rng(1).uniform(-6, -4, int(given().boundaries[-1])).astype(np.float32)
+    batch = replace(given(), behaviour=np.where(given().loss_mask, behaviour, 0.0).astype(np.float32))
+    outcomes = find("distillation").outcomes(
+        AdvantageInputs(
+            rewards=np.arange(6.0),
+            groups=np.zeros(6, dtype=np.int64),
+            generated=np.ones(6, dtype=np.int64),
+            truncated=np.zeros(6, dtype=np.bool_),
+            episodes=np.arange(6),
+            max_new_tokens=40,
+        ),
+        config,
+    )
+    (found,) = assess([batch], [outcomes], backend, config, Ranks())
+    with torch.no_grad():
+        teacher = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
+        logs = [teacher(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for ids in sequences(batch)]
+    likelier = np.concatenate(
+        [[0.0, *one[np.arange(len(ids) - 1), ids[1:]]] for one, ids in zip(logs, sequences(batch), strict=True)]
+    )
+    expected = np.where(batch.loss_mask, likelier - batch.behaviour, 0.0)
+    np.testing.assert_allclose(found.advantages, expected, rtol=1e-3, atol=1e-4)
+    assert np.ptp(found.advantages[batch.loss_mask]) > 1.0
 
 
 def save_and_load(name: str, model: Path, path: Path) -> tuple[ReferenceBackend, ReferenceBackend]:
