@@ -144,7 +144,7 @@ def test_a_mistake_in_a_row_is_named_before_anything_runs(files: Path) -> None:
 
 
 def test_a_reward_model_scores_rollouts(files: Path, tmp_path: Path) -> None:
-    started = start(files, "scorer", "reward_model", "trainer.total_steps=20")
+    started = start(files, "scorer", "reward_model", "trainer.total_steps=20", "trainer.ranks=2")
     assert started.wait() == 0, started.text
     exported = files / "exported"
     told = command("export", started.run.root, exported)

@@ -1,8 +1,10 @@
 """What a run without generation works with: a data set in place of the ring, no engines, and its own evaluation.
 
-rank 0      OfflineReader       reads, tokenizes and claims, as from the ring
-all ranks   answers_at          the groups of their share, by position
-all ranks   HeldOut             the loss on `prompts.eval`, at the edge of a step, before it is committed
+    rank 0      OfflineReader       reads, tokenizes and claims, as from the ring
+    all ranks   answers_at          the groups of their share, by position
+    all ranks   HeldOut             the loss on `prompts.eval`, at the edge of a step, before it is committed
+
+Loop, journal, checkpoints and proof are those of any run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import DataError
 from areal_hpc.fs import publish_json
 from areal_hpc.journal import Journal
-from areal_hpc.prompts import PromptStream, check_identity, first_prompts, open_dataset, stream_identity
+from areal_hpc.prompts import (
+    PromptStream,
+    Split,
+    check_identity,
+    first_prompts,
+    open_dataset,
+    prompt_of,
+    stream_identity,
+)
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.fleet import NoEngines, Run
@@ -88,13 +98,15 @@ def check_answers(config: Config) -> None:
     Raises:
         DataError: an answer is missing, or the model's chat template does not suit training; names the row.
     """
-    data, key = recipe_of(config.algorithm.name).data, config.prompts.rejected_key
-    splits = {"train": config.prompts.limit, **({"eval": config.evaluation.num_prompts} if config.prompts.eval else {})}
-    for split, limit in splits.items():
-        dataset = open_dataset(config.prompts, "train" if split == "train" else "eval", config.seed)
-        for prompt in first_prompts(dataset, config.prompts, limit or len(dataset)):
-            conversations_of(prompt, data, key)
-        grouping(config)(first_prompts(dataset, config.prompts, 1)[0])
+    data, prompts, make = recipe_of(config.algorithm.name).data, config.prompts, grouping(config)
+    limits: dict[Split, int] = {"train": prompts.limit}
+    if config.evaluation.every_steps:
+        limits["eval"] = config.evaluation.num_prompts
+    for split, limit in limits.items():
+        dataset = open_dataset(prompts, split, config.seed)
+        for row in range(min(limit or len(dataset), len(dataset))):
+            conversations_of(prompt_of(dataset, prompts, row, row), data, prompts.rejected_key)
+        make(prompt_of(dataset, prompts, 0, 0))
 
 
 def is_due(step: int, config: EvaluationConfig, total_steps: int) -> bool:
