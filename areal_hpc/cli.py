@@ -223,8 +223,8 @@ def _export(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.roles.export import export
 
-    version = export(RunDir.open(options.run_dir), options.step, options.directory)
-    print(f"{options.directory}: the weights of step {version.step}; give it as model.path to any run or engine")
+    version, use = export(RunDir.open(options.run_dir), options.step, options.directory)
+    print(f"{options.directory}: the weights of step {version.step}; {use}")
     return 0
 
 

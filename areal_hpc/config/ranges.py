@@ -75,6 +75,7 @@ RANGES: Final[Mapping[str, str]] = {
     "algorithm.kl.horizon": "[1, inf)",
     "algorithm.critic.lr_scale": "(0, inf)",
     "algorithm.critic.value_clip": "(0, inf)",
+    "algorithm.dpo.beta": "(0, inf)",
     "generation.replicas": "[1, inf)",
     "generation.tensor_parallel": "[1, inf)",
     "generation.pipeline_parallel": "[1, inf)",
