@@ -12,7 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks, ring_capacity
+from areal_hpc.config.derived import model_ranks, ring_capacity, signal_lead_s, time_limit_s
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError
@@ -216,6 +216,26 @@ def check_deterministic(config: Config) -> Iterator[str]:
         )
 
 
+def check_job_time(config: Config) -> Iterator[str]:
+    if config.cluster.shape is Shape.LOCAL:
+        return
+    try:
+        limit, lead = time_limit_s(config), signal_lead_s(config)
+    except ConfigError as error:
+        yield f"cluster: {error}"
+        return
+    if limit is not None and lead >= limit:
+        yield (
+            f"cluster.signal_lead_s: a warning {lead} s before the end leaves nothing of a time limit of {limit} s; "
+            "raise cluster.all.time, or lower cluster.signal_lead_s or limits.stop_s"
+        )
+    if config.cluster.signal_lead_s and config.cluster.signal_lead_s <= config.limits.stop_s:
+        yield (
+            f"cluster.signal_lead_s: {lead} s is too short for a stop, which may take limits.stop_s "
+            f"{config.limits.stop_s:g} s; raise it, or set it to 0"
+        )
+
+
 def check_replay(config: Config) -> Iterator[str]:
     replay = config.replay
     if replay.run and (config.evaluation.every_steps or config.archive.every_steps):
@@ -247,5 +267,6 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_time_limits,
     check_evaluation,
     check_deterministic,
+    check_job_time,
     check_replay,
 )

@@ -65,7 +65,7 @@ def run_local(
 
     Returns:
         0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
-        did not give it the time for one.
+        did not give it the time for one. In a Slurm job, 75 asks for more time; a person's stop is then 0.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
@@ -92,7 +92,13 @@ def run_local(
     write_report(run)
     if outcome == "stopped":
         log.info("go on with the same command and --resume")
-    return EXIT_CODES[outcome]
+    return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+
+
+def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
+    """Whether a person asked for the stop, in a Slurm job: the batch script asks for more time for any other."""
+    last = run.newest_attempt()
+    return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
 
 
 def _refuse_living_owner(run: RunDir, newest: int) -> None:

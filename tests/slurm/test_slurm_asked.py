@@ -1,0 +1,116 @@
+"""Whole runs through sbatch that are asked to end: by the clock, by a person, by a job that goes first."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cluster import SlurmCluster, wait_for
+from launched import arguments
+from runs import LONG, OVER, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
+
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.report import prove_run
+from areal_hpc.roles.job import jobs_of
+
+
+def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *LONG, "generation.replicas=2", "cluster.shape=het"]
+    job, run, log = submit(slurm, home, *words, "cluster.generation.gres=gpu:2")
+    wait_for_step(run, 3)
+    again = areal(slurm, home, "submit", *words)
+    assert again.returncode == 2
+    assert f"is job {job} in Slurm's queue (RUNNING); stop it with" in again.stderr
+
+    trainer, generation = (component["NodeList"] for component in slurm.job(job))
+    assert trainer != generation
+    attempt = run.attempt(1)
+    hosts = {name: read_json(attempt.endpoint(*name)) for name in [("trainer", 0), ("generator", 0), ("generator", 1)]}
+    assert len({endpoint["host"] for endpoint in hosts.values()}) == 2
+    for index in range(2):
+        pid = hosts["generator", index]["pid"]
+        environ = slurm.call("cat", f"/proc/{pid}/environ", where=generation).split("\0")
+        assert f"CUDA_VISIBLE_DEVICES={index}" in environ
+    token = run.token.read_text(encoding="ascii")
+    for node in (trainer, generation):
+        assert token not in slurm.call("ps", "-eo", "args", where=node)
+
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    with slurm.without_controller():
+        wait_for("a requeue in vain", lambda: "areal-hpc: scontrol: " in log.read_text(encoding="utf-8"))
+    # While Slurm takes it back it is FAILED for an instant, with the exit code of a script that was ended.
+    slurm.wait_for_state(job, "PENDING")
+    slurm.wait_for_state(job, "RUNNING")
+    assert_finished_in_two_attempts(slurm, job, run, log)
+    assert "taken back       0 steps" in areal(slurm, home, "ledger", run.root).stdout
+
+
+def test_A22_a_cancelled_run_has_stopped_in_order_and_is_continued_from_anywhere(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *LONG, "cluster.shape=het"]
+    job, run, _ = submit(slurm, home, *words)
+    wait_for_step(run, 3)
+    slurm.call("scancel", job)
+    slurm.wait_for_state(job, "CANCELLED")
+    wait_for("the launcher's last word", lambda: read_json(run.attempt(1).state)["state"] == "stopped")
+    second, run, log = submit(slurm, Path("/"), *words, "--resume")
+    assert second != job
+    assert_finished_in_two_attempts(slurm, second, run, log)
+    assert re.search(r"resumed from .*/checkpoints/step-", run.attempt(2).log("trainer", 0).read_text(encoding="utf-8"))
+
+
+def test_where_a_site_does_not_requeue_a_chain_of_jobs_goes_on_until_a_person_stops_it(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *LONG, "cluster.shape=het", "cluster.requeue=false", "trainer.total_steps=400"]
+    job, run, log = submit(slurm, home, *words)
+    wait_for_step(run, 3)
+    assert "presently disabled" in slurm.run("scontrol", "requeue", job).stderr
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait_for_state(job, "COMPLETED")
+    first, second = jobs_of(run)
+    assert first == job
+    assert f"job {second} goes on when this one has ended" in log.read_text(encoding="utf-8")
+    wait_for("the second attempt", lambda: len(run.all_attempts()) == 2)
+    stopped_at = int(status(slurm, run)["checkpoints"].split()[-1])
+    wait_for_step(run, stopped_at + 2)
+    now = status(slurm, run)
+    assert now["state"].startswith("running, process")
+    assert now["job"].startswith(f"{second} RUNNING since")
+    told = areal(slurm, home, "logs", run.root, "--role", "trainer", "-n", "0").stdout
+    assert re.search(r"trainer-0 INFO resumed from .*/checkpoints/step-", told)
+
+    done = areal(slurm, home, "stop", run.root)
+    assert done.stdout == f"{run.root}: stopped\n", done.stderr
+    assert slurm.wait_for_state(second, *OVER) == "COMPLETED"
+    assert jobs_of(run) == [first, second], "a person's stop is no reason to go on"
+    wait_for("the accounts", lambda: status(slurm, run)["job"].startswith(f"{second} COMPLETED at "), poll_s=1.0)
+    assert status(slurm, run)["state"] == "stopped (attempt 2)"
+    proof = prove_run(run)
+    assert proof.proven, proof.facts()
+
+
+def test_a_run_that_waits_in_the_queue_is_shown_and_taken_out_of_it_and_a_submission_outlasts_a_controllers_absence(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), "cluster.shape=split", "cluster.all.raw=[--begin=now+1hour]"]
+    with ThreadPoolExecutor() as pool:
+        with slurm.without_controller():
+            submission = pool.submit(areal, slurm, home, "submit", *words)
+            wait_for("the warning", lambda: submission.done() or (home / "run/slurm").is_dir())
+        done = submission.result()
+    assert done.returncode == 0, done.stderr
+    assert "controller cannot be reached; asking again" in done.stderr
+    run = RunDir(home / "run")
+    (job,) = jobs_of(run)
+    shown = status(slurm, run)
+    assert shown["state"] == "not started: its job waits in the queue"
+    assert shown["job"].startswith(f"{job} PENDING: BeginTime: its earliest start has not come")
+    said = areal(slurm, home, "stop", run.root).stdout
+    assert said == f"{run.root}: job {job} was waiting in the queue and is cancelled\n"
+    slurm.wait_for_state(job, "CANCELLED")
+    assert status(slurm, run)["state"].startswith("not started: its job has ended")
