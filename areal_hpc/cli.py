@@ -98,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_logs(commands)
 
+    report = commands.add_parser("report", help="what a run came to, what it cost, and how each attempt ended")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(command=_report)
+
     why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
     why.add_argument("run_dir", type=Path)
     why.set_defaults(command=_why)
@@ -150,9 +154,15 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _add_slurm_commands(commands: Commands) -> None:
-    plan = commands.add_parser("plan", help="what a run will ask Slurm for, and who will sit where")
+    plan = commands.add_parser("plan", help="what a run will ask Slurm for, who will sit where, and what is missing")
     _add_config_arguments(plan)
     plan.set_defaults(command=_plan)
+
+    doctor = commands.add_parser(
+        "doctor", help="check whether this place can carry a run; in a Slurm job: all of its nodes"
+    )
+    _add_config_arguments(doctor)
+    doctor.set_defaults(command=_doctor)
 
     submit = commands.add_parser("submit", help="hand a run to Slurm and return at once")
     _add_config_arguments(submit)
@@ -198,12 +208,20 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from areal_hpc.cluster.plan import plan_lines
-    from areal_hpc.roles.supervisor import roles_of
+    from areal_hpc.roles.planning import plan_run
 
-    config = _resolved(options.config)
-    print("\n".join(plan_lines(config, roles_of(config))))
-    return 0
+    lines, possible = plan_run(_resolved(options.config))
+    print("\n".join(lines))
+    return 0 if possible else EXIT_USER_ERROR
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Exit code 1: something is wrong, with what to do about it."""
+    from areal_hpc.roles.doctor import examine_site, report_lines
+
+    findings = list(examine_site(_resolved(options.config)))
+    print("\n".join(report_lines(findings)))
+    return EXIT_FAILED if any(one.verdict == "wrong" for one in findings) else 0
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -256,6 +274,14 @@ def _logs(options: argparse.Namespace) -> int:
     run = RunDir.open(options.run_dir, waiting=True)
     lines = show_logs(run, options.role, options.rank, lines=options.lines, follow=options.follow)
     _print_lines(lines, flush=options.follow)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report import write_report
+
+    write_report(RunDir.open(options.run_dir), ask=True)
     return 0
 
 

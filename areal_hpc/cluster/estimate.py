@@ -6,11 +6,13 @@ Estimates for planning, within a quarter of the truth for dense decoders; nothin
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.derived import model_ranks
 from areal_hpc.config.schema import Config, Dtype, TrainerBackendName
 
@@ -38,6 +40,12 @@ class Size:
     kv: int
     """Elements of one token in the KV cache."""
     vocabulary: int
+
+
+def gpu_name(request: ComponentConfig) -> str:
+    """What Slurm calls the GPUs that a component asks for, such as a100; empty where it does not say."""
+    asked = (request.gpus_per_node, request.gpus_per_task, request.gres)
+    return next((found[1] for text in asked if (found := re.search(r"(?:^|gpu:)([a-z]\w*):\d+", text))), "")
 
 
 def size_of(config: Mapping[str, Any]) -> Size | None:
@@ -123,13 +131,13 @@ def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
     yield f"model        {size.parameters:,} parameters{active}"
     state, activations = trainer_bytes(config, size)
     yield (
-        f"memory       about {(state + activations) / GIB:.2g} GiB for each trainer rank: {state / GIB:.2g} weights and "
-        f"optimizer, {activations / GIB:.2g} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
+        f"memory       about {(state + activations) / GIB:.2g} GiB for each trainer rank: {state / GIB:.2g} weights "
+        f"and optimizer, {activations / GIB:.2g} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
     )
     weights, cache = engine_bytes(config, size)
     yield (
-        f"             about {(weights + cache) / GIB:.2g} GiB for each device of an engine: {weights / GIB:.2g} weights, "
-        f"{cache / GIB:.2g} KV cache of {config.generation.max_running} sequences"
+        f"             about {(weights + cache) / GIB:.2g} GiB for each device of an engine: {weights / GIB:.2g} "
+        f"weights, {cache / GIB:.2g} KV cache of {config.generation.max_running} sequences"
     )
     tokens, flops = step_flops(config, size)
     yield f"step         at most {tokens:,} tokens, {flops:.1e} operations{_duration(flops, config.trainer.ranks, gpu)}"

@@ -3,6 +3,7 @@
     queued(job)        squeue: is it in the queue, in which state, and why it waits
     accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
     cancel(job)        scancel: the whole job
+    verdict(script)    sbatch --test-only: would it take this
 
 Output is asked for without headings and with a separator, so that no column has a width: a long user name or state
 would be cut off, or take another's place. Node lists are not taken from JSON, whose form differs between versions.
@@ -10,6 +11,7 @@ would be cut off, or take another's place. Node lists are not taken from JSON, w
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from areal_hpc.errors import SubmissionError
 
 ASK_S = 30.0
+NO_ANSWER = ("ontact slurm", "configuration source", "imed out")
 UNKNOWN_JOB = "Invalid job id specified"
 QUEUE_FIELDS = ("%i", "%T", "%r", "%S")
 ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw")
@@ -152,9 +155,23 @@ def cancel(job_id: str) -> None:
         raise SubmissionError(f"scancel failed: {asked.stderr.strip()}; try again when Slurm answers")
 
 
-def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def verdict(script: str) -> tuple[bool, str]:
+    """Whether Slurm would take a batch script as it is, and what sbatch says of it; nothing is submitted."""
+    if shutil.which("sbatch") is None:
+        return True, "not asked: there is none on this machine"
+    asked = _ask(["sbatch", "--test-only"], script)
+    words = [line.removeprefix("sbatch: ").strip() for line in asked.stderr.splitlines() if line.strip()]
+    said = "; ".join(words) or "says nothing"
+    if asked.returncode and any(word in said for word in NO_ANSWER):
+        return True, f"does not answer: {said}"
+    return asked.returncode == 0, said
+
+
+def _ask(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)  # noqa: S603
+        return subprocess.run(  # noqa: S603  no shell
+            command, input=text, capture_output=True, text=True, timeout=ASK_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SubmissionError(
             f"{command[0]} does not answer: {error}; type this on a login node of the cluster"

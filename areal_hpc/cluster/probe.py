@@ -1,4 +1,4 @@
-"""``python -m areal_hpc.cluster.probe DIRECTORY HOST PORT``: what one node offers a run, as one line of JSON.
+"""``python -m areal_hpc.cluster.probe DIRECTORY PORT``: what one node offers a run, as one line of JSON.
 
 ``areal-hpc doctor`` starts one on every node of a job: clock and network are only ever wrong between two of them.
 """
@@ -31,7 +31,7 @@ def clock_ahead_s(directory: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         after = time.time()
-        stamped = os.stat(file.name).st_mtime
+        stamped = Path(file.name).stat().st_mtime
     if before <= stamped <= after:
         return 0.0
     return before - stamped if stamped < before else after - stamped
@@ -50,15 +50,18 @@ def probe(directory: Path, host: str, port: int) -> dict[str, Any]:
     return {
         "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         "clock_ahead_s": clock_ahead_s(directory),
+        "host": host,
         "unreachable": unreachable(host, port),
         "cpus": len(os.sched_getaffinity(0)),
-        "devices": next((os.environ[row.visible_devices] for row in (CUDA, NPU) if row.visible_devices in os.environ), ""),
+        "devices": next(
+            (os.environ[row.visible_devices] for row in (CUDA, NPU) if row.visible_devices in os.environ), ""
+        ),
     }
 
 
 def main(arguments: Sequence[str]) -> None:
-    directory, host, port = arguments
-    print(json.dumps(probe(Path(directory), host, int(port))), flush=True)
+    directory, port = arguments
+    print(json.dumps(probe(Path(directory), os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(port))), flush=True)
 
 
 if __name__ == "__main__":

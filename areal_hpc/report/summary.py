@@ -68,6 +68,7 @@ class Summary:
     num_steps_taken_back: int
     group_outcomes: Mapping[str, int]
     outcome: str | None  # how the newest attempt ended, where its launcher said so
+    last_seen: Mapping[int, float] = field(default_factory=dict)  # epoch to the time of its last record
 
     def facts(self) -> dict[str, float | int | str | None]:
         """The numbers of the summary, by name; None where the records do not tell."""
@@ -125,9 +126,11 @@ class _Gathered:
     epochs: set[int] = field(default_factory=set)
     outcomes: Counter[str] = field(default_factory=Counter)
     ending: tuple[int, str | None] = (-1, None)  # (epoch, last event of its launcher)
+    last_seen: dict[int, float] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         self.epochs.add(record.epoch)
+        self.last_seen[record.epoch] = max(record.time, self.last_seen.get(record.epoch, record.time))
         step = record.number("step")
         if record.kind == "step" and step is not None:
             self.rows[record.epoch, int(step)] = tuple(_or_nan(record.number(key)) for key in COLUMNS)
@@ -167,6 +170,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         num_steps_taken_back=len(gathered.rows) - len(counted),
         group_outcomes=dict(gathered.outcomes),
         outcome=gathered.ending[1],
+        last_seen=gathered.last_seen,
     )
 
 
