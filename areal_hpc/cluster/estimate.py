@@ -44,8 +44,9 @@ class Size:
 
 def gpu_name(request: ComponentConfig) -> str:
     """What Slurm calls the GPUs that a component asks for, such as a100; empty where it does not say."""
-    asked = (request.gpus_per_node, request.gpus_per_task, request.gres)
-    return next((found[1] for text in asked if (found := re.search(r"(?:^|gpu:)([a-z]\w*):\d+", text))), "")
+    named = re.match(r"([a-z]\w*):", request.gpus_per_node or request.gpus_per_task)
+    found = named or re.search(r"\bgpu:([a-z]\w*)", request.gres)
+    return found[1] if found else ""
 
 
 def size_of(config: Mapping[str, Any]) -> Size | None:

@@ -33,12 +33,14 @@ def write_report(run: RunDir, stream: TextIO | None = None, *, ask: bool = False
     bound = config.get("buffer", {}).get("max_staleness")
     total_steps = config.get("trainer", {}).get("total_steps")
     evaluations = [asdict(evaluation) for evaluation in summary.evaluations]
-    usage = usage_of(run, summary.last_seen, ask=ask)
-    used = usage.facts(summary.facts())
-    publish_json(run.summary, {**summary.facts(), "usage": used, "evaluations": evaluations})
+    usage = usage_of(run, summary, ask=ask)
+    used = {} if usage is None else {"usage": usage.facts(summary.facts())}
+    publish_json(run.summary, {**summary.facts(), **used, "evaluations": evaluations})
     for suffix, data in draw(summary, bound).items():
         publish(run.curves(suffix), data)
-    rows = table(summary, total_steps, bound) + usage_rows(usage, used)
+    rows = table(summary, total_steps, bound)
+    if usage is not None:
+        rows += usage_rows(usage, used["usage"])
     if num_damaged := sum(reader.num_damaged for reader in readers):
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))

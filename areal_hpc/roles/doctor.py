@@ -232,7 +232,10 @@ def _listener(host: str) -> Iterator[int]:
                     return
 
         threading.Thread(target=take, name="doctor", daemon=True).start()
-        yield int(server.getsockname()[1])
+        try:
+            yield int(server.getsockname()[1])
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # closing alone would leave the thread, and the port, as they are
 
 
 def _call(command: Sequence[str], limit_s: float = ASK_S) -> subprocess.CompletedProcess[str]:
