@@ -101,8 +101,8 @@ def test_a_run_that_waits_in_the_queue_is_shown_and_taken_out_of_it_and_a_submis
     with ThreadPoolExecutor() as pool:
         with slurm.without_controller():
             submission = pool.submit(areal, slurm, home, "submit", *words)
-            # submitit writes its script anew for each time that it asks.
-            wait_for("the second time", lambda: len(list((home / "run/slurm").glob("submission_file_*.sh"))) > 1)
+            # submitit pickles anew for each time that it asks.
+            wait_for("the second time", lambda: len(list((home / "run/slurm").glob("*.pkl"))) > 1)
         done = submission.result()
     assert done.returncode == 0, done.stderr
     assert "controller cannot be reached; asking again" in done.stderr

@@ -40,7 +40,8 @@ def test_a_half_requeued_job_is_healed_when_its_first_node_loses_power(
 def test_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
-    job, run, log = submit(slurm, home, *arguments(home, model), *LONG, "cluster.shape=het")
+    words = [*arguments(home, model), *LONG, "cluster.shape=het", "trainer.total_steps=400"]
+    job, run, log = submit(slurm, home, *words)
     wait_for_step(run, 3)
     node = slurm.job(job)[1]["NodeList"]
     slurm.call("scancel", str(int(job) + 1))
