@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cluster import SlurmCluster, wait_for
 from launched import arguments
-from runs import LONG, OVER, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
+from runs import LONG, OVER, PATHS, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
 
 from areal_hpc.fs import RunDir, read_json
 from areal_hpc.report import prove_run
@@ -92,6 +94,10 @@ def test_where_a_site_does_not_requeue_a_chain_of_jobs_goes_on_until_a_person_st
     assert status(slurm, run)["state"] == "stopped (attempt 2)"
     proof = prove_run(run)
     assert proof.proven, proof.facts()
+    report = areal(slurm, home, "report", run.root).stdout
+    for epoch, job_id in enumerate((first, second), 1):
+        assert re.search(rf"attempt {epoch} +job {job_id}, 0:\d\d:\d\d, stopped\n", report), report
+    assert re.search(r"node-hours +generation 0\.\d+, trainer 0\.\d+\n", report), report
 
 
 def test_a_run_that_waits_in_the_queue_is_shown_and_taken_out_of_it_and_a_submission_outlasts_a_controllers_absence(
@@ -115,3 +121,25 @@ def test_a_run_that_waits_in_the_queue_is_shown_and_taken_out_of_it_and_a_submis
     assert said == f"{run.root}: job {job} was waiting in the queue and is cancelled\n"
     slurm.wait_for_state(job, "CANCELLED")
     assert status(slurm, run)["state"].startswith("not started: its job has ended")
+
+
+def test_a_site_is_examined_and_a_plan_held_against_it(slurm: SlurmCluster, home: Path, model: Path) -> None:
+    words = [*arguments(home, model), "cluster.shape=het"]
+    planned = areal(slurm, home, "plan", *words, "cluster.all.gres=gpu:h100:2", "generation.replicas=2")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert re.search(r"^sbatch +Job \d+ to start at", planned.stdout, re.MULTILINE)
+    assert re.search(r"^step +at most [\d,]+ tokens, .* on 1 h100 at 40% of 989 TFLOP/s$", planned.stdout, re.MULTILINE)
+    refused = areal(slurm, home, "plan", *words, "cluster.all.partition=nowhere")
+    assert refused.returncode == 2
+    assert "Invalid partition name specified" in refused.stdout
+
+    log = home / "doctor.log"
+    doctor = shlex.join([sys.executable, "-m", "areal_hpc", "doctor", *words, "cluster.all.partition=gpu"])
+    slurm.run("sbatch", "--wait", "-N2", "-o", log, "--wrap", doctor, env=PATHS, cwd=home)
+    found = log.read_text(encoding="utf-8")
+    assert found.endswith("nothing is wrong\n"), found
+    assert re.search(r"^scheduler +ok +Slurm \d+\.\d+\S* answers$", found, re.MULTILINE)
+    assert len(re.findall(r"^node n\d +ok +reaches 10\.99\.0\.1\d, ", found, re.MULTILINE)) == 2, found
+    elsewhere = areal(slurm, home, "doctor", *words, "cluster.all.partition=nowhere")
+    assert elsewhere.returncode == 1
+    assert re.search(r"^partition +wrong +there is no nowhere; there are: gpu", elsewhere.stdout, re.MULTILINE)
