@@ -27,6 +27,20 @@ FLAGS = tuple(
 )
 """Fields that are sbatch options of the same name."""
 
+PATIENTLY = """\
+# A controller that does not answer for some minutes must not end a run of weeks.
+patiently() {
+  local said
+  for _ in {1..60}; do
+    if said=$("$@" 2>&1); then echo "$said"; return 0; fi
+    echo "areal-hpc: $1: $said" >&2
+    grep -qiE 'contact slurm|timed out|unexpected message|connection|zero bytes' <<<"$said" || return 1
+    sleep 5
+  done
+  return 1
+}
+"""
+
 HEAL = """\
 # A node that dies under a component of one node takes that component alone back into the queue (Slurm 22.05 to this
 # day); the others run on with processes that nobody needs. Components that started apart show it: requeue them all.
@@ -35,7 +49,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     xargs -n1 date +%s -d | sort -n)
   if [ $(($(tail -n1 <<<"$starts") - $(head -n1 <<<"$starts"))) -gt 5 ]; then
     echo "areal-hpc: only a part of this job was requeued; requeueing all of it" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+    patiently scontrol requeue "$SLURM_JOB_ID"
     sleep 60
     exit 1
   fi
@@ -55,18 +69,6 @@ code=$?
 """
 
 STOPPED = """\
-# A controller that does not answer for some minutes must not end a run of weeks.
-patiently() {{
-  local said
-  for _ in {{1..60}}; do
-    if said=$("$@" 2>&1); then echo "$said"; return 0; fi
-    echo "areal-hpc: $1: $said" >&2
-    grep -qiE 'contact slurm|timed out|unexpected message|connection|zero bytes' <<<"$said" || return 1
-    sleep 5
-  done
-  return 1
-}}
-
 if [ "$code" -eq {stopped} ] && [ "$ending" = soon ]; then  # it has a checkpoint, and there is more to do
 {again}
 fi
@@ -127,6 +129,8 @@ def job_of(config: Config, *, log: str, directory: Path | None = None, room: str
     for name in ("comment", "dependency", "mail_type", "mail_user"):
         if value := getattr(cluster, name):
             options.append(_option(name, value))
+    if cluster.dependency:
+        options.append("--kill-on-invalid-dep=yes")  # else a job whose turn never comes waits for ever
     components = tuple(component.request for component in components_of(config))
     if cluster.shape is Shape.SPLIT:
         components = (_merged(config),)
@@ -168,7 +172,7 @@ def render(job: Job, command: str) -> str:
     blocks = [
         "\n".join(f"#SBATCH {option}" for option in _options(job, number)) for number in range(len(job.components))
     ]
-    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077"]
+    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077", PATIENTLY.rstrip()]
     if len(job.components) > 1:
         parts.append(HEAL.rstrip())
     if job.setup:

@@ -12,7 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks, ring_capacity, signal_lead_s, time_limit_s
+from areal_hpc.config.derived import model_ranks, ring_capacity, sbatch_options, signal_lead_s, time_limit_s
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError
@@ -216,7 +216,7 @@ def check_deterministic(config: Config) -> Iterator[str]:
         )
 
 
-def check_job_time(config: Config) -> Iterator[str]:
+def check_job(config: Config) -> Iterator[str]:
     if config.cluster.shape is Shape.LOCAL:
         return
     try:
@@ -229,6 +229,8 @@ def check_job_time(config: Config) -> Iterator[str]:
             f"cluster.signal_lead_s: a warning {lead} s before the end leaves nothing of a time limit of {limit} s; "
             "raise cluster.all.time, or lower cluster.signal_lead_s or limits.stop_s"
         )
+    if any(word.startswith(("--array", "-a")) for word in sbatch_options(config)):
+        yield "cluster.all.raw: --array makes many jobs of one run; remove it, and submit one run for each `name`"
     if config.cluster.signal_lead_s and config.cluster.signal_lead_s <= config.limits.stop_s:
         yield (
             f"cluster.signal_lead_s: {lead} s is too short for a stop, which may take limits.stop_s "
@@ -267,6 +269,6 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_time_limits,
     check_evaluation,
     check_deterministic,
-    check_job_time,
+    check_job,
     check_replay,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from areal_hpc.config.cluster import inherited, seconds_of
+from areal_hpc.config.cluster import ComponentConfig, inherited, seconds_of
 from areal_hpc.config.schema import Config
 
 LONGEST_LEAD_S = 300
@@ -34,11 +34,20 @@ def engine_ranks(config: Config) -> int:
     return config.generation.tensor_parallel * config.generation.pipeline_parallel
 
 
+def _requests(config: Config) -> list[ComponentConfig]:
+    """What each component asks for, completely."""
+    cluster = config.cluster
+    return [inherited(one, cluster.all) for one in (cluster.trainer, cluster.generation, cluster.rollout)]
+
+
+def sbatch_options(config: Config) -> list[str]:
+    """The options that go to sbatch as they are, of all components."""
+    return [option for one in _requests(config) for option in one.raw]
+
+
 def time_limit_s(config: Config) -> int | None:
     """The shortest time limit of the job's components, in seconds; None where none is given."""
-    cluster = config.cluster
-    requests = [inherited(one, cluster.all) for one in (cluster.trainer, cluster.generation, cluster.rollout)]
-    limits = [limit for one in requests if (limit := seconds_of(one.time)) is not None]
+    limits = [limit for one in _requests(config) if (limit := seconds_of(one.time)) is not None]
     return min(limits, default=None)
 
 

@@ -64,6 +64,8 @@ def show_logs(
         ConfigError: see ``log_files``; not while following, when what is asked for may still come.
     """
     tail = _Tail(lines)
+    if not follow and not log_files(run, role, rank):
+        yield f"{run.root} has no logs yet"
     while True:
         over = not follow or _is_over(run)  # asked first, so that the last words are still read
         yield from tail.news(_files_so_far(run, role, rank) if follow else log_files(run, role, rank))

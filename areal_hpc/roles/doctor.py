@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -164,8 +165,6 @@ def _file_system(config: Config, directory: Path) -> Iterator[Finding]:
 
 
 def _limits(environment: Mapping[str, str]) -> Iterator[Finding]:
-    import resource
-
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < ENOUGH_FILES:
         advice = f"ask your site's support for {ENOUGH_FILES}"

@@ -18,7 +18,7 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
 PATHS = {"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 STEPS = 16
 """Enough to be disturbed in the middle on a quick machine."""
-LONG = (f"trainer.total_steps={STEPS}", "checkpoint.every_steps=4", "cluster.all.cpus=4", "limits.stop_s=12")
+LONG = (f"trainer.total_steps={STEPS}", "checkpoint.every_steps=4", "cluster.all.cpus=4", "limits.stop_s=20")
 
 
 def areal(slurm: SlurmCluster, directory: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -36,6 +36,8 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
         pid = hosts["generator", index]["pid"]
         environ = slurm.call("cat", f"/proc/{pid}/environ", where=generation).split("\0")
         assert f"CUDA_VISIBLE_DEVICES={index}" in environ
+    for node in (trainer, generation):  # A28: whatever a run needs after its submission, it is not the internet
+        assert "default" not in slurm.call("ip", "route", where=node)
     token = run.token.read_text(encoding="ascii")
     for node in (trainer, generation):
         assert token not in slurm.call("ps", "-eo", "args", where=node)

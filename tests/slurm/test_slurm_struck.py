@@ -37,7 +37,7 @@ def test_a_half_requeued_job_is_healed_when_its_first_node_loses_power(
     slurm.boot(node)
 
 
-def test_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named(
+def test_A7_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
     words = [*arguments(home, model), *LONG, "cluster.shape=het", "trainer.total_steps=400"]

@@ -17,8 +17,12 @@ from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
-TYPED = 'python -u -m areal_hpc run "$@" cluster.shape={shape}'
-GOLDEN = {"train": "het", "train_split": "split"}
+TYPED = 'python -u -m areal_hpc run "$@" {words}'
+GOLDEN = {
+    "train": ("cluster.shape=het",),
+    "train_split": ("cluster.shape=split",),
+    "train_chain": ("cluster.shape=split", "cluster.requeue=false"),
+}
 
 
 def config_of(*words: str) -> Config:
@@ -41,12 +45,12 @@ def blocks(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "shape"), GOLDEN.items())
-def test_the_scripts_that_people_type_are_what_is_rendered(name: str, shape: str) -> None:
+@pytest.mark.parametrize(("name", "words"), GOLDEN.items())
+def test_the_scripts_that_people_type_are_what_is_rendered(name: str, words: tuple[str, ...]) -> None:
     """To renew one after a change that is meant: paste what the assertion shows."""
-    config = config_of(f"cluster.shape={shape}", "cluster.job_name=areal-hpc")
+    config = config_of(*words, "cluster.job_name=areal-hpc")
     golden = (REPOSITORY / f"sbatch/{name}.sbatch").read_text(encoding="utf-8")
-    assert render(job_of(config, log="areal-hpc-%j.log"), TYPED.format(shape=shape)) == golden
+    assert render(job_of(config, log="areal-hpc-%j.log"), TYPED.format(words=" ".join(words))) == golden
 
 
 @pytest.mark.parametrize("text", [script(), script("cluster.shape=split"), script("cluster.requeue=false")])
@@ -209,7 +213,9 @@ def stopping(*words: str, room: str = "") -> str:
     return render(job_of(config_of("cluster.shape=split", *words), log="%j.log", room=room), STOPS)
 
 
-def test_a_warned_job_is_requeued_once_also_when_the_controller_is_away_for_a_moment(tmp_path: Path) -> None:
+def test_A34_a_warned_job_is_requeued_once_by_its_script_also_when_the_controller_is_away_for_a_moment(
+    tmp_path: Path,
+) -> None:
     code, calls = last_part(tmp_path, stopping(), signals="USR1", scontrol=AWAY, sleep="[ $1 = 0.2 ] && /bin/sleep 0.2")
     assert code == 75
     assert [call for call in calls if "sleep 0.2" not in call] == [
@@ -238,6 +244,26 @@ def test_without_requeueing_the_next_job_of_a_chain_gets_what_this_one_had(tmp_p
     depends = "sbatch --parsable --dependency=afterany:12 --export=ALL,AREAL_HPC_AFTER=12"
     assert (code, calls) == (0, [f"{depends} {tmp_path}/script word"])
     assert (room / "13/13_submitted.pkl").read_text() == "what to run"
+
+
+def test_A2_the_next_job_has_the_account_of_this_one_since_it_has_its_script(tmp_path: Path) -> None:
+    text = stopping("cluster.requeue=false", "cluster.all.account=e-ext-01", "cluster.all.qos=long")
+    sbatch = 'grep -h "^#SBATCH --\\(account\\|qos\\)" "${@:4:1}" >"$0.asked"; echo 13'
+    assert last_part(tmp_path, text, signals="USR1", sbatch=sbatch)[0] == 0
+    asked = (tmp_path / "bin/sbatch.asked").read_text().splitlines()
+    assert asked == ["#SBATCH --account=e-ext-01", "#SBATCH --qos=long"]
+
+
+@pytest.mark.parametrize("option", ["--array=0-3", "-a", "-a0-3"])
+def test_A35_an_array_of_one_run_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="--array makes many jobs of one run; remove it"):
+        config_of(f"cluster.generation.raw=[{option}]")
+
+
+def test_A43_a_job_whose_turn_never_comes_leaves_the_queue() -> None:
+    first, second = blocks(script("cluster.dependency=afterok:12"))
+    assert {"--dependency=afterok:12", "--kill-on-invalid-dep=yes"} <= set(first)
+    assert "--kill-on-invalid-dep=yes" not in second
 
 
 def test_a_cancelled_job_has_no_next_one(tmp_path: Path) -> None:

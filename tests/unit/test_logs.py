@@ -39,6 +39,12 @@ def test_all_of_a_role_or_one_process(run: RunDir) -> None:
         shown(run, "trainer", 2)
 
 
+def test_a_run_that_waits_has_none_and_says_so(tmp_path: Path) -> None:
+    assert list(show_logs(RunDir.create(tmp_path / "new"), lines=5, follow=False)) == [
+        f"{tmp_path}/new has no logs yet"
+    ]
+
+
 def test_the_batch_script_is_the_launcher_and_comes_first(run: RunDir) -> None:
     (run.slurm / "12").mkdir(parents=True)
     (run.slurm / "12.log").write_text("step 1\n")

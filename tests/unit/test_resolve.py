@@ -11,6 +11,7 @@ import pytest
 
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.checks import CHECKS
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import engine_ranks, model_ranks, ring_capacity
 from areal_hpc.config.keys import keys, type_name, value_of, with_value
 from areal_hpc.config.load import load, stated
@@ -172,6 +173,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_deterministic, trainer": (
         {"deterministic": True, "trainer__backend": TrainerBackendName.MEGATRON},
         "trainer.backend: megatron is not known to be deterministic; choose reference, or set deterministic to false",
+    ),
+    "check_job": (
+        {"cluster__shape": Shape.SPLIT, "cluster__signal_lead_s": 5},
+        "cluster.signal_lead_s: 5 s is too short for a stop, which may take limits.stop_s 10 s; raise it, or set it to",
     ),
     "check_replay": (
         {"replay__run": "runs/a", "archive__every_steps": 5},
