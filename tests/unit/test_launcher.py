@@ -103,6 +103,34 @@ def test_in_a_job_a_persons_stop_asks_for_no_more_time_and_the_schedulers_does(
     assert start(with_value(config, "cluster.shape", Shape(shape))) == code
 
 
+@pytest.mark.parametrize(
+    ("shape", "told", "committed", "goes_on"),
+    [
+        ("split", True, True, True),
+        ("split", True, False, False),  # it would come to nothing again
+        ("split", False, True, False),
+        ("local", True, True, False),
+    ],
+)
+def test_A47_a_job_whose_last_checkpoint_came_too_late_goes_on_from_the_one_before(
+    shape: str, told: bool, committed: bool, goes_on: bool, config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def supervise(*_: Any) -> str:
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RoleDied("trainer-0 did not end within limits.stop_s")
+
+    monkeypatch.setattr(Attempts, "supervise", supervise)
+    monkeypatch.setattr(launcher, "committed_a_step", lambda *_: committed)
+    config = with_value(config, "cluster.shape", Shape(shape))
+    if goes_on:
+        assert start(config) == 75
+    else:
+        with pytest.raises(RoleDied):
+            start(config)
+    assert state_of(run) == "failed"
+
+
 @pytest.mark.parametrize("failing", ["supervise", "publish", "create_exclusive"])
 @pytest.mark.parametrize("error", [RoleDied("x"), OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_no_exception_leaves_an_attempt_running(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,9 @@ def test_data_and_model_that_are_not_there_stand_against_a_plan(model: Path, tmp
 def test_what_a_run_makes_itself_is_not_missing(tmp_path: Path) -> None:
     config = resolve(load([QUICKSTART], [f"model.path={tmp_path}/none"]))
     assert list(missing(config)) == []
+
+
+def test_a_plan_needs_no_torch() -> None:
+    words = ["plan", str(QUICKSTART), "cluster.shape=het"]
+    code = f"import sys; from areal_hpc.cli import main; main({words!r}); sys.exit(70 if 'torch' in sys.modules else 0)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
