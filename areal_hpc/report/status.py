@@ -15,7 +15,7 @@ from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
 from areal_hpc.roles.heartbeat import watch_pulses
-from areal_hpc.roles.job import WAITS, JobView, batch_log, look
+from areal_hpc.roles.job import WAITS, JobView, batch_log, look, works_outside
 from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.telemetry import RecordReader
 
@@ -34,7 +34,7 @@ def status_lines(
 ) -> list[str]:
     """What ``areal-hpc status`` prints, a line each. Of a run that goes on, it looks for a moment who is alive; of one
     that was submitted, it asks Slurm once."""
-    attempts, job = run.all_attempts(), ask(run)
+    attempts, job = run.all_attempts(), None if works_outside(run) else ask(run)
     job_row = {} if job is None else {"job": job.text()}
     if not attempts:
         return _aligned({"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row})

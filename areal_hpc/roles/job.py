@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.cluster.jobs import Accounted, Queued, accounted, cancel, first_failure, last_incarnation, queued
+from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import RunDir, names_in, read_if_listed
@@ -99,6 +100,14 @@ def look(run: RunDir) -> JobView | None:
     return JobView(job_id=job_id, is_over=True, ended=last_incarnation(rows))
 
 
+def works_outside(run: RunDir) -> bool:
+    """Whether the newest attempt is at work and in no job: somebody went on with the run on one machine."""
+    attempt = run.newest_attempt()
+    if attempt is None or read_if_listed(attempt.job) is not None or (state := read_if_listed(attempt.state)) is None:
+        return False
+    return state["state"] in ALIVE and not Owner.from_record(state).is_gone()
+
+
 def stop_submitted(
     run: RunDir,
     timeout_s: float,
@@ -114,7 +123,7 @@ def stop_submitted(
         RunDirError: there is nothing to stop, or it did not stop in time.
         SubmissionError: the job does not leave the queue.
     """
-    view = ask(run)
+    view = None if works_outside(run) else ask(run)
     if view is None or (view.queued is None and not view.is_over):
         return stop(run, timeout_s)
     if view.queued is None:

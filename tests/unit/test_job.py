@@ -153,6 +153,16 @@ def test_what_is_over_is_said_to_be(run: RunDir) -> None:
     assert done == []
 
 
+def test_a_run_that_somebody_went_on_with_on_one_machine_is_no_jobs_any_more(run: RunDir) -> None:
+    attempt(run, 1, "stopped")
+    run.attempt(2).create()
+    publish_json(run.attempt(2).state, {"state": "running", **Owner.this_process().record()})
+    assert stopped(run, ENDED) == ("stopped", ["asked for 5 s"])
+    shown = rows(run, ENDED)
+    assert shown["state"].startswith("running, process")
+    assert "job" not in shown
+
+
 def test_a_local_run_has_no_job(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     run.attempt(1).create()
