@@ -39,7 +39,7 @@ class AttemptUse:
     ending: str
 
     def text(self) -> str:
-        again = f" after {self.restarts} requeues" if self.restarts else ""
+        again = f", requeue {self.restarts}" if self.restarts else ""
         where = f"job {self.job_id}{again}" if self.job_id else "not in a job"
         return f"{where}, {duration(self.seconds)}, {self.ending}"
 

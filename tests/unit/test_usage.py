@@ -72,7 +72,7 @@ def test_how_each_attempt_ended_with_what_only_the_accounts_know(run: RunDir, mo
     rows, _ = report(run, ask=True)
     assert rows["energy"] == "2 kWh"
     assert rows["attempt 1"] == "job 12, 0:01:00, cut off: NODE_FAIL"
-    assert rows["attempt 2"] == "job 12 after 1 requeues, 0:00:30, finished"
+    assert rows["attempt 2"] == "job 12, requeue 1, 0:00:30, finished"
 
 
 def test_without_accounts_the_files_speak_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
