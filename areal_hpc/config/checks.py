@@ -12,7 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks, ring_capacity
+from areal_hpc.config.derived import model_ranks, ring_capacity, sbatch_options, signal_lead_s, time_limit_s
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
@@ -230,6 +230,28 @@ def check_deterministic(config: Config) -> Iterator[str]:
         )
 
 
+def check_job(config: Config) -> Iterator[str]:
+    if config.cluster.shape is Shape.LOCAL:
+        return
+    try:
+        limit, lead = time_limit_s(config), signal_lead_s(config)
+    except ConfigError as error:
+        yield f"cluster: {error}"
+        return
+    if limit is not None and lead >= limit:
+        yield (
+            f"cluster.signal_lead_s: a warning {lead} s before the end leaves nothing of a time limit of {limit} s; "
+            "raise cluster.all.time, or lower cluster.signal_lead_s or limits.stop_s"
+        )
+    if any(word.startswith(("--array", "-a")) for word in sbatch_options(config)):
+        yield "cluster.all.raw: --array makes many jobs of one run; remove it, and submit one run for each `name`"
+    if config.cluster.signal_lead_s and config.cluster.signal_lead_s <= config.limits.stop_s:
+        yield (
+            f"cluster.signal_lead_s: {lead} s is too short for a stop, which may take limits.stop_s "
+            f"{config.limits.stop_s:g} s; raise it, or set it to 0"
+        )
+
+
 def check_replay(config: Config) -> Iterator[str]:
     replay = config.replay
     if replay.run and (config.evaluation.every_steps or config.archive.every_steps):
@@ -258,6 +280,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_time_limits,
     check_evaluation,
     check_deterministic,
+    check_job,
     check_replay,
 )
 WITH_EPISODES: Final[tuple[Check, ...]] = (

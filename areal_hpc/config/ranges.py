@@ -115,7 +115,7 @@ RANGES: Final[Mapping[str, str]] = {
     "cluster.rollout.nodes": "[0, inf)",
     "cluster.rollout.cpus": "[0, inf)",
     "cluster.rollout.gpus": "[0, inf)",
-    "cluster.signal_lead_s": "[1, inf)",
+    "cluster.signal_lead_s": "[0, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""
 

@@ -13,6 +13,7 @@ from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
 from areal_hpc.report.text import MISSING, count, duration, number, percent
+from areal_hpc.report.usage import usage_of, usage_rows
 from areal_hpc.telemetry import Record, RecordReader
 
 ROLES = ("trainer", "evaluator", "rollout", "launcher")
@@ -21,8 +22,11 @@ ALWAYS_TOLD = ("sealed", "filtered", "failed", "stale")
 """What became of groups in every run; the rest is told where it happened."""
 
 
-def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
-    """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout)."""
+def write_report(run: RunDir, stream: TextIO | None = None, *, ask: bool = False) -> Summary:
+    """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout).
+
+    ``ask``: ask Slurm's accounts for what the run's files do not tell.
+    """
     readers = [RecordReader(attempt.telemetry, ROLES) for attempt in run.all_attempts()]
     summary = summarise(_all(readers))
     config = configuration(run)
@@ -32,10 +36,14 @@ def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
         {name: value for name, value in asdict(evaluation).items() if value is not None}
         for evaluation in summary.evaluations
     ]
-    publish_json(run.summary, {**summary.facts(), "evaluations": evaluations})
+    usage = usage_of(run, summary, ask=ask)
+    used = {} if usage is None else {"usage": usage.facts(summary.facts())}
+    publish_json(run.summary, {**summary.facts(), **used, "evaluations": evaluations})
     for suffix, data in draw(summary, bound).items():
         publish(run.curves(suffix), data)
     rows = table(summary, total_steps, bound)
+    if usage is not None:
+        rows += usage_rows(usage, used["usage"])
     if num_damaged := sum(reader.num_damaged for reader in readers):
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))

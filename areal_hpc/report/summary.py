@@ -84,6 +84,8 @@ class Summary:
     group_outcomes: Mapping[str, int]
     outcome: str | None  # how the newest attempt ended, where its launcher said so
     is_offline: bool = False  # trained on given answers: no rewards, no rollouts, no engines
+    last_seen: Mapping[int, float] = field(default_factory=dict)  # epoch to the time of its last record
+    failures: Mapping[int, str] = field(default_factory=dict)  # epoch to why its launcher began another
 
     def facts(self) -> dict[str, float | int | str | None]:
         """The numbers of the summary, by name; None where the records do not tell."""
@@ -145,9 +147,12 @@ class _Gathered:
     outcomes: Counter[str] = field(default_factory=Counter)
     ending: tuple[int, str | None] = (-1, None)  # (epoch, last event of its launcher)
     offline: bool = False
+    last_seen: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         self.epochs.add(record.epoch)
+        self.last_seen[record.epoch] = max(record.time, self.last_seen.get(record.epoch, record.time))
         step = record.number("step")
         if record.kind == "step" and step is not None:
             self.offline |= bool(record.values.get("offline"))
@@ -156,6 +161,8 @@ class _Gathered:
             self._take_evaluation(record, int(step))
         elif record.kind == "group":
             self.outcomes[str(record.values.get("outcome"))] += 1
+        elif record.kind == "restart" and record.values.get("process") == "run":
+            self.failures[record.epoch - 1] = str(record.values.get("reason"))
         elif record.kind == "run" and record.epoch >= self.ending[0]:
             self.ending = (record.epoch, str(record.values.get("event")))
 
@@ -196,6 +203,8 @@ def summarise(records: Iterable[Record]) -> Summary:
         group_outcomes=dict(gathered.outcomes),
         outcome=gathered.ending[1],
         is_offline=gathered.offline,
+        last_seen=gathered.last_seen,
+        failures=gathered.failures,
     )
 
 

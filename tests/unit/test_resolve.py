@@ -174,6 +174,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"deterministic": True, "trainer__backend": TrainerBackendName.MEGATRON},
         "trainer.backend: megatron is not known to be deterministic; choose reference, or set deterministic to false",
     ),
+    "check_job": (
+        {"cluster__shape": Shape.SPLIT, "cluster__signal_lead_s": 5},
+        "cluster.signal_lead_s: 5 s is too short for a stop, which may take limits.stop_s 10 s; raise it, or set it to",
+    ),
     "check_replay": (
         {"replay__run": "runs/a", "archive__every_steps": 5},
         "replay.run: a replay generates nothing, so there is nothing to evaluate and nothing new to archive",
