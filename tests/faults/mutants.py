@@ -36,15 +36,16 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Mutant:
 
 def _write_batch_without_sync(self: ChainWriter, batch: Any) -> None:
     """Data and COMMIT in one go, one sync at the end."""
-    self._put(bytes(batch.data) + batch.commit, self._file.offset)
-    self._file.offset += len(batch.data) + len(batch.commit)
+    self._put(bytes(batch.data) + batch.commit)
+    self._owed = b""
     self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
 
-def _put_without_sync(self: ChainWriter, data: bytes, offset: int) -> None:
+def _put_without_sync(self: ChainWriter, data: bytes) -> None:
     written = 0
     while written < len(data):
-        written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
+        written += os.pwrite(self._file.fd, memoryview(data)[written:], self._file.offset + written)
+    self._file.offset += len(data)
 
 
 _poll = ChainReader.poll
