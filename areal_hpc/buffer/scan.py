@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,11 +187,16 @@ class GroupFetcher:
         raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
 
     def _read_once(self, ref: GroupRef) -> TrajectoryGroup | None:
-        name = ChainName.parse(ref.chain)
-        assert name is not None, ref.chain
-        owner = name.owner
-        path = self._chains / ref.chain / segment_name(ref.segment)
+        path, owner = _place(self._chains, ref.chain, ref.segment)
         return reading(path, lambda fd: _group_at(fd, owner, ref))
+
+
+@lru_cache(maxsize=256)
+def _place(chains: Path, chain: str, segment: int) -> tuple[Path, int]:
+    """A segment's path and its chain's owner number; a batch has many groups of one."""
+    name = ChainName.parse(chain)
+    assert name is not None, chain
+    return chains / chain / segment_name(segment), name.owner
 
 
 def _group_at(fd: int, owner: int, ref: GroupRef) -> TrajectoryGroup | None:
