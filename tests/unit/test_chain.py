@@ -160,6 +160,29 @@ def test_a_cut_log_shows_whole_commits_only(
     chain.close()
 
 
+def test_a_tail_without_a_commit_is_read_once_however_often_it_is_polled(
+    chains: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = new_chain(chains)
+    put(chain, 0, 1, 2, size=1 << 14)
+    path = chain.directory / "00000000.seg"
+    whole = path.read_bytes()
+    last = len(whole) - 48  # the COMMIT: 40 bytes, an empty map, and padding
+    assert kinds_in(whole[last:]) == ["COMMIT"]
+    path.write_bytes(whole[:last])
+    reader, reads, pread = ChainReader(chains, chain.name), list[int](), os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: reads.append(offset) or pread(fd, size, offset))
+    assert tickets(reader) == []
+    assert min(reads) == 0
+    for _ in range(3):
+        reads.clear()
+        assert tickets(reader) == []
+        assert reads == [last]
+    path.write_bytes(whole)
+    assert tickets(reader) == [0, 1, 2]
+    assert reader.committed_bytes == len(whole)
+
+
 def test_a_hole_of_zeros_is_waited_for(chains: Path) -> None:
     """Pages may arrive out of order: the end of a commit before its beginning."""
     chain = new_chain(chains)
