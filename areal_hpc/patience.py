@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 
 RETRY_PAUSES_S = (0.02, 0.08, 0.32)
@@ -17,15 +17,22 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EBUSY)
 T = TypeVar("T")
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
+class naming:  # noqa: N801  a context, used like a function; a generator would cost a read of a group a tenth more
     """Give the errors of calls on descriptors, which name nothing, the path that they are about."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._path)
 
 
 def retried(call: Callable[[], T]) -> T:

@@ -250,7 +250,7 @@ class TrainedStep:
     readable: tuple[bool, ...]  # one entry for each group; False where its bytes were damaged and it was left out
     advantages: Float32Array  # [N], of each trajectory; where tokens have their own (GAE), the shaped reward
     proximal: Mapping[int, Float32Array] = field(default_factory=dict)
-    """Trajectory (0 to N - 1) -> the proximal policy's log-probs [T]; of those that this rank computed."""
+    """Trajectory (0 to N - 1) -> the proximal policy's log-probs [T], where the algorithm computes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

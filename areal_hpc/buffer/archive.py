@@ -26,7 +26,7 @@ step is an HDF5 group ``step-00000009`` with these columns, G groups of N trajec
     tokens/loss_mask               bool      T       the run sampled it
     tokens/logprobs                float32   T       behaviour log-prob in nats; 0 where not sampled
     tokens/versions                int32     T       weight step that sampled it; -1 where not sampled
-    tokens/proximal                float32   T       proximal log-prob in nats; NaN where rank 0 did not compute it
+    tokens/proximal                float32   T       proximal log-prob in nats; NaN where none was computed
 
 Groups stand in the order of the claim. Columns are compressed (shuffle, gzip) and checksummed (Fletcher-32). HDF5 1.10
 and later read it; the reader's own open takes no lock either (``h5py.File(path, locking=False)``).

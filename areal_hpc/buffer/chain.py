@@ -9,8 +9,9 @@ comes back: readers remember by name what they have seen. Records wait in memory
     data -> fdatasync -> COMMIT -> fdatasync          a reader trusts what lies before a COMMIT, so it may skip bodies
     create next -> fsync directory -> SEAL names it   a reader never asks for a name that is not there
 
-A commit that fails is tried again with the same bytes at the same offset: part of it may be on disk, and a reader may
-have seen all of it.
+Where more records wait already, a COMMIT goes out in front of them, by the same write and sync: a backlog costs one of
+each a batch. A write that fails is tried again with the same bytes at the same offset: part of it may be on disk, and a
+reader may have seen all of it.
 """
 
 from __future__ import annotations
@@ -76,10 +77,12 @@ class _Pending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Records of one commit, with the COMMIT that follows them; never changed once it may be on disk."""
+    """Records that become durable together; never changed once they may be on disk."""
 
     data: memoryview
+    """Begins with the COMMIT of the batch before, where that is still owed."""
     commit: bytes
+    """What they are owed once they are durable."""
     newest_ticket: int
 
 
@@ -113,6 +116,7 @@ class ChainWriter:
         self._segment_bytes = segment_bytes
         self._seq = 0
         self._batch: _Batch | None = None
+        self._owed = b""  # the COMMIT of what is durable from ``offset`` back
         self._buffer = bytearray(BUFFER_BYTES)  # holds the data of ``_batch``; pages that no batch needs cost nothing
         self._next: _File | None = None
         self._sealed: list[_Segment] = []
@@ -122,11 +126,13 @@ class ChainWriter:
     def append(self, type_: RecordType, ticket: int, meta: Mapping[str, Any], body: bytes = b"") -> None:
         """Hand over a record that speaks of ``ticket``; durable after the next commit."""
         with self.wake:
+            was_due = self._pending_bytes >= COMMIT_BYTES
             if not self._pending:
                 self._pending_since = time.monotonic()
             self._pending.append(_Pending(type_, ticket, {"ticket": ticket, **meta}, body))
             self._pending_bytes += len(body)
-            self.wake.notify_all()
+            if len(self._pending) == 1 or (self._pending_bytes >= COMMIT_BYTES and not was_due):
+                self.wake.notify_all()  # nobody is woken for a record that changes nothing about when to commit
 
     def due_in(self, commit_s: float) -> float | None:
         """Seconds until a commit should begin, or None while there is nothing to commit. Call it holding ``wake``."""
@@ -149,7 +155,9 @@ class ChainWriter:
                 self._write_batch(batch)
                 self._batch = None
                 if self._file.offset >= self._segment_bytes:
+                    self._pay()
                     self._roll()
+            self._pay()
 
     def reclaim(self, finished: int) -> None:
         """Delete the oldest sealed segments that speak only of tickets below ``finished``."""
@@ -167,7 +175,7 @@ class ChainWriter:
         try:
             self.commit()
             with self._io:
-                self._put(self._seal(None), self._file.offset)
+                self._put(self._seal(None))
         finally:
             self.close()
 
@@ -193,7 +201,7 @@ class ChainWriter:
         self._seq += len(pending)
         commit = frame(RecordType.COMMIT, self._seq, owner, {})
         self._seq += 1
-        return _Batch(self._joined(frames), commit, max(p.ticket for p in pending))
+        return _Batch(self._joined([self._owed, *frames]), commit, max(p.ticket for p in pending))
 
     def _joined(self, frames: list[bytes]) -> memoryview:
         if sum(map(len, frames)) > BUFFER_BYTES:
@@ -214,17 +222,24 @@ class ChainWriter:
         return len(self._pending)
 
     def _write_batch(self, batch: _Batch) -> None:
-        self._put(batch.data, self._file.offset)
-        self._put(batch.commit, self._file.offset + len(batch.data))
-        self._file.offset += len(batch.data) + len(batch.commit)
+        self._put(batch.data)
+        self._owed = batch.commit
         self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
+    def _pay(self) -> None:
+        """Write the COMMIT that is owed by itself, since no more records wait for the same write."""
+        if self._owed:
+            self._put(self._owed)
+            self._owed = b""
+
+    def _put(self, data: bytes | memoryview) -> None:
+        """Write ``data`` behind what is durable; it is so, too, on return."""
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):
-                written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
+                written += os.pwrite(self._file.fd, memoryview(data)[written:], self._file.offset + written)
             os.fdatasync(self._file.fd)
+        self._file.offset += len(data)
 
     def _path(self) -> Path:
         return self.directory / segment_name(self._file.number)
@@ -248,7 +263,7 @@ class ChainWriter:
     def _finish_seal(self) -> None:
         if self._next is None:
             return
-        self._put(self._file.seal, self._file.offset)
+        self._put(self._file.seal)
         done, path = self._file.fd, self._path()
         self._sealed.append(self._segment)
         self._file, self._next = self._next, None

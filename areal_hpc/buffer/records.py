@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -43,6 +43,7 @@ MAX_META = 1 << 24
 MAX_BODY = 1 << 30
 COLUMNS = {"token_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
 """Columns of a group: one value for each token, the trajectories one after the other."""
+TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 
 
 class RecordType(IntEnum):
@@ -56,6 +57,9 @@ class RecordType(IntEnum):
     """A ticket was reserved."""
     DROP = 5
     """A ticket was given back."""
+
+
+TYPES = {int(kind): kind for kind in RecordType}
 
 
 class Header(NamedTuple):
@@ -105,18 +109,12 @@ def parse_header(data: bytes, owner: int) -> Header | None:
     if len(data) < HEADER_BYTES:
         return None
     magic, version, type_, zero, meta_bytes, whose, body_bytes, seq, body_crc, head_crc = HEADER.unpack_from(data)
-    known = (magic, version, zero, whose) == (MAGIC, FORMAT, 0, owner) and type_ in RecordType._value2member_map_
-    if not known or meta_bytes > MAX_META or body_bytes > MAX_BODY:
+    kind = TYPES.get(type_)
+    if kind is None or (magic, version, zero, whose) != (MAGIC, FORMAT, 0, owner):
         return None
-    return Header(
-        type=RecordType(type_),
-        meta_bytes=meta_bytes,
-        owner=whose,
-        body_bytes=body_bytes,
-        seq=seq,
-        body_crc=body_crc,
-        head_crc=head_crc,
-    )
+    if meta_bytes > MAX_META or body_bytes > MAX_BODY:
+        return None
+    return Header(kind, meta_bytes, whose, body_bytes, seq, body_crc, head_crc)
 
 
 def parse_meta(header: Header, head: bytes) -> dict[str, Any] | None:
@@ -137,7 +135,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         DataError: the group is larger than a record may be.
     """
     trajectories = group.trajectories
-    num_bytes = group.num_tokens * sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+    num_bytes = group.num_tokens * TOKEN_BYTES
     if num_bytes > MAX_BODY:
         raise DataError(
             f"the group of prompt {group.prompt_id} has {num_bytes} bytes, more than the {MAX_BODY} that one record "
@@ -189,7 +187,7 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
         CorruptRecord: the metadata does not describe this body (written by something else; the checksums were right).
     """
     columns = _columns(meta["columns"], bytearray(body))
-    ends = np.cumsum([0, *meta["lengths"]])
+    ends = list(accumulate(meta["lengths"], initial=0))
     if any(columns[name].size != ends[-1] for name in COLUMNS):
         raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
     trajectories = tuple(

@@ -1,8 +1,9 @@
 """Reading chains: what a tail follows, and how one group is fetched.
 
 Made for close-to-open consistency: a file is opened on every poll, since that is what revalidates cached attributes
-and pages; between polls only the offset behind the last COMMIT is remembered. Bytes that are not a valid record with
-the expected sequence number mean "not yet": a hole of zeros, a torn write, a tail that is not visible here so far.
+and pages; between polls is remembered how far the tail was read, and the records that no COMMIT has followed yet: a
+writer never puts other bytes in a record's place. Bytes that are not a valid record with the expected sequence number
+mean "not yet": a hole of zeros, a torn write, a tail that is not visible here so far.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,8 +84,9 @@ class ChainReader:
         self.newest_tickets: dict[int, int] = {}  # segment -> the highest ticket that any record in it speaks of
         self._owner = name.owner
         self._segment: int | None = None
-        self._offset = 0
+        self._offset = self._committed_to = 0  # in the segment: read, and behind its last COMMIT
         self._seq: int | None = 0
+        self._batch: list[Found] = []  # what lies between the two
 
     def poll(self, *, last: bool = False) -> list[Found]:
         """New committed records. ``last``: the writer is gone, so a missing segment is jumped over.
@@ -98,7 +101,7 @@ class ChainReader:
             if following is None and not (last and self._begin(self._listed(self._segment))):
                 return found
             if following is not None:
-                self._segment, self._offset = following, 0
+                self._enter(following)
         return found
 
     def _listed(self, after: int | None) -> int | None:
@@ -115,8 +118,13 @@ class ChainReader:
         """Go on at the start of ``segment``, whatever its first sequence number is."""
         if segment is None:
             return False
-        self._segment, self._offset, self._seq = segment, 0, None
+        self._enter(segment)
+        self._seq = None
         return True
+
+    def _enter(self, segment: int) -> None:
+        self._segment, self._offset, self._committed_to = segment, 0, 0
+        self._batch.clear()
 
     def _poll_segment(self, found: list[Found]) -> int | None:
         """Read on in the current segment; the number of the next one once this one is sealed."""
@@ -127,36 +135,30 @@ class ChainReader:
         assert self._segment is not None
         window, size = _Window(fd), os.fstat(fd).st_size
         self.newest_tickets.setdefault(self._segment, -1)
-        offset, seq, batch = self._offset, self._seq, list[Found]()
         while True:
-            header = parse_header(window.take(offset, HEADER_BYTES), self._owner)
-            if (
-                header is None
-                or offset + header.record_bytes > size
-                or header.seq != (header.seq if seq is None else seq)
-            ):
+            header = parse_header(window.take(self._offset, HEADER_BYTES), self._owner)
+            if header is None or self._offset + header.record_bytes > size or self._seq not in (header.seq, None):
                 return None
-            meta = parse_meta(header, window.take(offset, header.head_bytes))
+            meta = parse_meta(header, window.take(self._offset, header.head_bytes))
             if meta is None:
                 return None
-            record = Found(self._segment, offset, header.seq, header.type, meta)
-            offset, seq = offset + header.record_bytes, header.seq + 1
-            if record.type is RecordType.SEAL and not batch:
-                self._seq = seq
+            record = Found(self._segment, self._offset, header.seq, header.type, meta)
+            self._offset, self._seq = self._offset + header.record_bytes, header.seq + 1
+            if record.type is RecordType.SEAL and not self._batch:
                 return self._sealed(meta["next"])
             if record.type is RecordType.COMMIT:
-                self._accept(batch, found, offset, seq)
-                batch = []
+                self._accept(found)
             else:
-                batch.append(record)
+                self._batch.append(record)
 
-    def _accept(self, batch: list[Found], found: list[Found], offset: int, seq: int) -> None:
+    def _accept(self, found: list[Found]) -> None:
         assert self._segment is not None
-        newest = max((record.meta["ticket"] for record in batch), default=-1)
+        newest = max((record.meta["ticket"] for record in self._batch), default=-1)
         self.newest_tickets[self._segment] = max(self.newest_tickets[self._segment], newest)
-        self.committed_bytes += offset - self._offset
-        self._offset, self._seq = offset, seq
-        found.extend(batch)
+        self.committed_bytes += self._offset - self._committed_to
+        self._committed_to = self._offset
+        found.extend(self._batch)
+        self._batch.clear()
 
     def _sealed(self, following: str | None) -> int | None:
         self.ended = following is None
@@ -186,11 +188,16 @@ class GroupFetcher:
         raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
 
     def _read_once(self, ref: GroupRef) -> TrajectoryGroup | None:
-        name = ChainName.parse(ref.chain)
-        assert name is not None, ref.chain
-        owner = name.owner
-        path = self._chains / ref.chain / segment_name(ref.segment)
+        path, owner = _place(self._chains, ref.chain, ref.segment)
         return reading(path, lambda fd: _group_at(fd, owner, ref))
+
+
+@lru_cache(maxsize=256)
+def _place(chains: Path, chain: str, segment: int) -> tuple[Path, int]:
+    """A segment's path and its chain's owner number; a batch has many groups of one."""
+    name = ChainName.parse(chain)
+    assert name is not None, chain
+    return chains / chain / segment_name(segment), name.owner
 
 
 def _group_at(fd: int, owner: int, ref: GroupRef) -> TrajectoryGroup | None:

@@ -55,7 +55,9 @@ class LimitsConfig:
     """Longest time for writing a checkpoint: who waits for it gives up, and the watchdog calls the trainer stuck."""
     quiet_s: float = 25.0
     """Silence of a process, or of all that its work depends on, after which the watchdog says who waits for whom."""
+    engine_s: float = 120.0
+    """The same of one engine, that somebody waits for, after which it alone is killed and replaced; 0 never does."""
     stall_s: float = 600.0
-    """The same after which the watchdog ends the attempt, with exit code 70."""
+    """Silence as of `quiet_s` after which the watchdog ends the attempt, with exit code 70."""
     stop_s: float = 10.0
     """Longest time for everything to end after a stop request: the step under way and a checkpoint must fit into it."""

@@ -101,6 +101,7 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.attempts": "[0, inf)",
     "limits.checkpoint_s": "(0, inf)",
     "limits.quiet_s": "[1, inf)",
+    "limits.engine_s": "[0, inf)",
     "limits.stall_s": "[1, inf)",
     "limits.stop_s": "(2, inf)",
     "cluster.all.nodes": "[1, inf)",

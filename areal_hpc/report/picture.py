@@ -2,6 +2,7 @@
 
     Seen, one a process            its open waits, what it has achieved and when, whether it is still heard of
     explain(seen, quiet_s)         a chain of sentences, its end (the root), and who is stuck
+    hung_engines(seen, quiet_s)    the engines that keep others waiting by themselves
 
 A process *gets on* if it is heard of and has achieved something lately, or is within the time limit of a wait that is
 not for another process (a reward, loading a model). So does whoever waits for one that gets on, since any party of a
@@ -20,6 +21,7 @@ from areal_hpc.waits import ANYBODY, LEADER, Achieved, Wait
 
 NEEDED = ("trainer-", "evaluator-")
 """Whom a run needs to come to its end; the others serve them, and may be idle."""
+ENGINE = "generator-"
 BRIEF_S = 1.0
 """What a file or a reward may take before it is worth a word."""
 NUM_NAMED = 4
@@ -73,6 +75,19 @@ def explain(seen: Sequence[Seen], quiet_s: float) -> Explanation:
     return Explanation(chain=(*links, picture.describe(end)), root=end, trouble=trouble)
 
 
+def hung_engines(seen: Sequence[Seen], quiet_s: float) -> dict[str, str]:
+    """Engines that do not get on, wait for no process, and are silent or waited for; each with a sentence.
+
+    An idle one is not hung, and neither is one that waits for weights, whoever should bring them.
+    """
+    picture = _Picture(seen, quiet_s)
+    return {
+        name: picture.describe(name)
+        for name in sorted(picture.stuck)
+        if name.startswith(ENGINE) and not picture.processes[name].ended and picture.keeps_waiting(name)
+    }
+
+
 class _Picture:
     """Answers about all processes at one moment."""
 
@@ -108,6 +123,14 @@ class _Picture:
         if not self._is_away(name):
             for wait in self.processes[name].waits:
                 yield from ((wait, party) for party in wait.parties if party in self.processes)
+
+    def keeps_waiting(self, name: str) -> bool:
+        """Whether a process is absent; or waits for no other, while others have long waited for it and nobody else."""
+        if self.processes[name].absent:
+            return True
+        waits = (wait for other in self.processes for wait, _ in self.edges(other))
+        is_waited_for = any(wait.parties == (name,) and wait.seconds >= self._quiet_s for wait in waits)
+        return is_waited_for and not any(self.edges(name))
 
     def walk(self, name: str) -> tuple[list[tuple[str, Wait]], str]:
         """Along the longest waits for others that are not stuck, to one that waits for something else or for nobody."""

@@ -27,6 +27,8 @@ from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
+from areal_hpc.roles.guard import Guard
+from areal_hpc.roles.process import EXIT_STALLED
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
@@ -131,17 +133,27 @@ class Attempts:
                 self.console.feed([one])
             self.console.feed([])
 
+        guard = Guard(self.run.root, config.limits.stall_s, lambda: launcher.stop(0.0), exit_code=EXIT_STALLED)
+
+        def stop() -> bool:
+            guard.beat()
+            return is_asked_to_stop(attempt, self.signals)
+
+        def at_once() -> bool:
+            guard.beat()
+            return self.signals.insist
+
         supervisor = Supervisor(
             launcher,
             config.limits,
             irreplaceable=IRREPLACEABLE if config.deterministic else IRREPLACEABLE[:1],
-            stop=lambda: is_asked_to_stop(attempt, self.signals),
+            stop=stop,
             show=show,
             record=record,
             check_fence=lambda: check_fence(self.run, epoch),
             watchdog=Watchdog(attempt, config.limits).look,
         )
-        with closing(trackers):
+        with guard, closing(trackers):
             try:
                 supervisor.start(roles)
                 outcome = supervisor.watch()
@@ -152,7 +164,7 @@ class Attempts:
                         config.limits.stop_s,
                     )
             finally:
-                ended = launcher.stop(config.limits.stop_s, at_once=lambda: self.signals.insist)
+                ended = launcher.stop(config.limits.stop_s, at_once=at_once)
                 show()
         if outcome == "stopped" and self.signals.insist:
             return "aborted"

@@ -23,7 +23,7 @@ from typing import Any
 
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.fs import AttemptDir, publish_json
+from areal_hpc.fs import AttemptDir, names_in, publish_json
 from areal_hpc.waits import published
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def beating(
 def read_heartbeat(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
     """The newest heartbeat of process ``name`` (trainer-0); None while there is none, or it is stale for an instant."""
     path = attempt.heartbeats / f"{name}.json"
-    return read_replaced(path) if path.name in os.listdir(path.parent) else None
+    return read_replaced(path) if path.name in names_in(path.parent) else None
 
 
 class Pulse:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_STALLED = 70
 EXIT_STOPPED = hetjob.EXIT_STOPPED
 POLL_S = 0.25
 

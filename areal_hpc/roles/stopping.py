@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from areal_hpc.buffer.epochs import claimed_by
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import AttemptDir, RunDir, publish, read_if_listed
+from areal_hpc.fs import AttemptDir, RunDir, names_in, publish, read_if_listed
 
 RUNNING, RESTARTING = "running", "restarting"
 ALIVE = (RUNNING, RESTARTING)
@@ -53,7 +52,7 @@ class Signals:
 
 
 def is_asked_to_stop(attempt: AttemptDir, signals: Signals) -> bool:
-    return signals.count > 0 or attempt.stop_request.name in os.listdir(attempt.root)
+    return signals.count > 0 or attempt.stop_request.name in names_in(attempt.root)
 
 
 def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:

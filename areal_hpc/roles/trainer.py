@@ -33,7 +33,7 @@ from areal_hpc.roles.wiring.training import (
 )
 from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupRef, TrajectoryGroup, WeightVersion
+from areal_hpc.types import GroupRef, TrainedStep, TrajectoryGroup, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         stop_requested=process.stopping,
         workers=[] if offline else [f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
-        archive=None if member.archiver is None else member.archiver.add,
+        archive=member.archive if config.archive.every_steps else None,
         evaluate=HeldOut(process, member.ranks, member.backend).measure if measured else no_evaluation,
     )
 
@@ -204,6 +204,11 @@ class Member:
         """The step's line in the journal, on rank 0."""
         if self.side is not None:
             self.side.journal.step(step, trained, self.side.reader.take_dropped())
+
+    def archive(self, step: TrainedStep) -> None:
+        """Keep what the step is made of, on rank 0; a replay keeps nothing again."""
+        if self.archiver is not None:
+            self.archiver.add(step)
 
     def commit(self, step: int) -> None:
         """Begin one atomic checkpoint of the weights on the engines, once the journal of its steps is durable."""

@@ -3,6 +3,7 @@
     look(running)       each WATCH_S, from the launcher's loop
         all get on      nothing
         quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
+        engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again
         stall_s         Stalled: the launcher ends the attempt, with exit code 70
 
 Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
@@ -14,16 +15,17 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from areal_hpc.cluster.owner import STOPPED, Owner
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import AttemptDir, publish
 from areal_hpc.report.observer import Observer
-from areal_hpc.report.picture import Explanation, Seen, explain
+from areal_hpc.report.picture import Explanation, Seen, explain, hung_engines
 from areal_hpc.roles import stacks
 from areal_hpc.roles.heartbeat import read_heartbeat
 
@@ -46,6 +48,7 @@ class Watchdog:
         self._next_look = clock()
         self._since: float | None = None  # when the trouble began
         self._named, self._told = "", -math.inf
+        self._hung: dict[str, float] = {}  # engine -> since when
 
     def look(self, running: Mapping[tuple[str, int], stacks.Process]) -> None:
         """Judge the roles that run.
@@ -59,6 +62,7 @@ class Watchdog:
         self._next_look = now + min(WATCH_S, self._half_s)
         processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
+        self._end_hung_engines(seen, processes)
         explanation = explain(seen, self._half_s)
         if explanation.trouble:
             self._since = now if self._since is None else self._since
@@ -72,6 +76,21 @@ class Watchdog:
         if self._named:
             log.warning("the run gets on again")
         self._since, self._named = None, ""
+
+    def _end_hung_engines(self, seen: Sequence[Seen], processes: Mapping[str, stacks.Process]) -> None:
+        now, limit_s = self._clock(), self._limits.engine_s
+        hung = hung_engines(seen, self._half_s) if limit_s else {}
+        self._hung = {name: self._hung.get(name, now) for name in hung}
+        for name, sentence in hung.items():
+            if now - self._hung[name] + self._half_s >= limit_s and self._beat_of(name, processes[name]):
+                log.warning("%s: longer than limits.engine_s = %g s, so it is killed and replaced", sentence, limit_s)
+                processes[name].send_signal(signal.SIGKILL)
+                del self._hung[name]
+
+    def _beat_of(self, name: str, process: stacks.Process) -> Mapping[str, Any] | None:
+        """The last heartbeat, where this process left it; one that is still coming up may find another's."""
+        beat = read_heartbeat(self._attempt, name)
+        return None if beat is None or beat["pid"] != process.pid else beat
 
     def _tell(self, explanation: Explanation, lasted_s: float) -> bool:
         """Say where the waits lead to, unless it has been said or is not worth it yet; whether it was said."""
@@ -103,8 +122,8 @@ class Watchdog:
         """
         stacks.ask_all(self._attempt)
         for name in (one.name for one in seen if one.absent):
-            beat = read_heartbeat(self._attempt, name)
-            if beat is None or beat["pid"] != processes[name].pid:
+            beat = self._beat_of(name, processes[name])
+            if beat is None:
                 continue  # one that is still coming up would end by the signal
             if wake or Owner.from_record(beat).kernel_state() != STOPPED:
                 stacks.ask_silent(processes[name], wake=wake)

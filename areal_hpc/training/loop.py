@@ -105,7 +105,7 @@ class TrainingLoop:
     catch_up: Callable[[int, Weights], None] = lambda version, weights: None
     """Bring those engines up to date."""
     archive: Callable[[TrainedStep], None] | None = None
-    """Takes what each step is made of; on rank 0 only, and where there is an archive."""
+    """Takes what each step is made of; on every rank or, where there is no archive, on none. Rank 0's has effect."""
     evaluate: Callable[[int], None] = no_evaluation
     """Measures held-out data by the weights of a step, where that is due; collective."""
     clock: Callable[[], float] = time.monotonic
@@ -181,24 +181,25 @@ class TrainingLoop:
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         inputs = AdvantageInputs.of(refs, self.pace.max_new_tokens)
         outcomes = find(self.algorithm.name).outcomes(inputs, self.algorithm)
+        lengths = [length for ref in refs for length in ref.lengths]
         plan = plan_step(
-            lengths=[length for ref in refs for length in ref.lengths],
+            lengths=lengths,
             generated=[count for ref in refs for count in ref.generated],
             num_minibatches=self.algorithm.minibatches,
             num_ranks=self.ranks.size,
             seed=self.pace.seed + self.step,
             together=find(self.algorithm.name).data.together,
         )
-        mine = [minibatch[self.ranks.rank] for minibatch in plan]
-        groups, damaged = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
+        needed = {owners[i][0] for minibatch in plan for i in minibatch[self.ranks.rank]}
+        groups, damaged = self._fetch(refs, sorted(needed))
         trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
-        readable = [[i for i in share if i in trajectories] for share in mine]
-        minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in readable]
-        minibatches = assess(
-            minibatches, [outcomes[share] for share in readable], self.backend, self.algorithm, self.ranks
-        )
+        readable = [[[i for i in share if not damaged[owners[i][0]]] for share in minibatch] for minibatch in plan]
+        mine = [minibatch[self.ranks.rank] for minibatch in readable]
+        minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in mine]
+        minibatches = assess(minibatches, [outcomes[share] for share in mine], self.backend, self.algorithm, self.ranks)
         if self.archive is not None:
-            self.archive(self._made_of(refs, damaged, outcomes, _proximal(readable, minibatches)))
+            proximal = _proximal(readable, lengths, minibatches, self.ranks)
+            self.archive(self._made_of(refs, damaged, outcomes, proximal))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
 
@@ -304,11 +305,21 @@ def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
     }
 
 
-def _proximal(shares: Sequence[Sequence[int]], minibatches: Sequence[Batch]) -> dict[int, Float32Array]:
-    """The proximal log-probs of each trajectory of this rank, where they were computed."""
-    return {
-        index: logprobs
-        for share, batch in zip(shares, minibatches, strict=True)
-        if batch.proximal is not None
-        for index, logprobs in zip(share, batch.per_sequence(batch.proximal), strict=True)
-    }
+def _proximal(
+    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Ranks
+) -> dict[int, Float32Array]:
+    """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
+
+    Args:
+        plan: for each minibatch and rank, which trajectories are its share.
+        lengths: of each trajectory, in tokens.
+    """
+    mine = [batch.proximal for batch in minibatches if batch.proximal is not None]
+    found: dict[int, Float32Array] = {}
+    for rank, values in enumerate(ranks.gather_floats(np.concatenate([np.zeros(0, np.float32), *mine]))):
+        if values.size:
+            indices = [index for minibatch in plan for index in minibatch[rank]]
+            ends = np.cumsum([lengths[index] for index in indices])
+            assert values.size == ends[-1], (rank, values.size, ends[-1])
+            found |= dict(zip(indices, np.split(values, ends[:-1]), strict=True))
+    return found

@@ -1,7 +1,8 @@
 """The trainer's ranks as one: share a plan, agree on a flag, meet at a barrier.
 
-Control travels as JSON bytes over the ranks' own process group, never as pickles. With one rank everything is local and
-torch.distributed is not touched. Every call waits for all ranks, as long as the group's time-out allows.
+Control travels as JSON bytes over the ranks' own process group, log-probs as float32, never as pickles. With one rank
+everything is local and torch.distributed is not touched. Every call waits for all ranks, as long as the group's
+time-out allows.
 
 Raises, each method: RoleDied when a rank has ended or did not come in time.
 """
@@ -56,19 +57,25 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank, on every rank; it must be JSON data and comes back as such."""
-        data = json.dumps(value).encode()
+        return [json.loads(data) for data in self._gather(json.dumps(value).encode())]
+
+    def gather_floats(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Every rank's float32 array [N], each of its own length, by rank, on every rank."""
+        return [np.frombuffer(data, np.float32) for data in self._gather(values.astype(np.float32).tobytes())]
+
+    def _gather(self, data: bytes) -> list[bytes]:
         if self.group is None:
-            return [json.loads(data)]
+            return [data]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
         with self._together("the length of what each rank tells"):
             dist.all_reduce(sizes, group=self.group)
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        mine[: len(data)] = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))  # torch's own refuses no bytes
         every = [torch.empty_like(mine) for _ in range(self.size)]
         with self._together("what each rank tells"):
             dist.all_gather(every, mine, group=self.group)
-        return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(every, sizes.tolist(), strict=True)]
+        return [bytes(one[:size].cpu().numpy()) for one, size in zip(every, sizes.tolist(), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on at least one rank."""

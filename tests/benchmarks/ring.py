@@ -7,10 +7,11 @@ format, transports.py), which its readers verify and decode, and all of them tak
 mean anything. Two raw files are the measure, and both are in the table: "raw" has the same six processes, a sequential
 file a writer, one fsync at its end, and readers that begin after it; "raw alone" is one process that writes one file
 with one fsync and reads it back, which never waits for anybody but uses one core. Both lose everything in a crash
-before their fsync, and show nothing before it; the ring commits each 4 MiB with two.
+before their fsync, and show nothing before it; the ring commits each 4 MiB. "CPU" is what writers and readers work for
+a group, without a transport's server: on a busy machine the only figure that means something.
 
 Also: from append to visible, file calls a group, and inodes of many small records. Writes ring.json, .png, .svg.
-ZeroMQ and Redis need pyzmq and redis with redis-server; what cannot be imported is listed as not installed.
+ZeroMQ needs pyzmq, Redis redis with redis-server, Ray ray; what cannot be imported is listed as not installed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 from unittest.mock import patch
 
 import machine
+import psutil
 import transports
 from transports import NUM_READERS, NUM_TOKENS, NUM_WRITERS, POLL_S, SOME, Build, Ring, Transport
 
@@ -56,6 +58,7 @@ TRANSPORTS: dict[str, tuple[Build, tuple[str, ...], str]] = {
     "ring": (Ring, (), "each 4 MiB or 0.2 s"),
     "a file a group": (transports.FileEach, (), "each group"),
     "h5py SWMR": (transports.Swmr, ("h5py",), "each 4 MiB, no crash safety"),
+    "Ray objects": (transports.RayStore, ("ray",), "never"),
     "Redis streams": (transports.Redis, ("redis", "redis-server"), "each second"),
     "ZeroMQ": (transports.ZeroMQ, ("zmq",), "never"),
     "mp.Queue": (_queues, (), "never"),
@@ -63,18 +66,23 @@ TRANSPORTS: dict[str, tuple[Build, tuple[str, ...], str]] = {
 """Name -> how it is made, what it needs, when it is durable."""
 
 
-def work(part: Callable[[int], None], index: int, barrier: Any) -> None:
+def work(connect: Callable[[], None], part: Callable[[int], None], index: int, barrier: Any, cpu_s: Any) -> None:
+    connect()
     barrier.wait()
+    before = time.process_time()
     part(index)
+    with cpu_s:
+        cpu_s.value += time.process_time() - before
     barrier.wait()
 
 
-def seconds(transport: Transport) -> float:
-    """From the moment at which all processes have started until all of them are done."""
+def seconds(transport: Transport) -> tuple[float, float]:
+    """From the moment at which all processes have started until all of them are done, and what they worked together."""
     parts = [(transport.write, slot) for slot in transport.slots]
     parts += [(transport.read, reader) for reader in range(NUM_READERS)]
-    barrier = CONTEXT.Barrier(len(parts) + 1, timeout=LIMIT_S)
-    processes = [CONTEXT.Process(target=work, args=(part, index, barrier)) for part, index in parts]
+    barrier, cpu_s = CONTEXT.Barrier(len(parts) + 1, timeout=LIMIT_S), CONTEXT.Value("d")
+    told = [(transport.connect, part, index, barrier, cpu_s) for part, index in parts]
+    processes = [CONTEXT.Process(target=work, args=arguments) for arguments in told]
     for process in processes:
         process.start()
     barrier.wait()
@@ -84,12 +92,28 @@ def seconds(transport: Transport) -> float:
     for process in processes:
         process.join()
         assert process.exitcode == 0, process
-    return lasted_s
+    return lasted_s, float(cpu_s.value)
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A Ray of one node, on loopback, with room for all records."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=1 << 30, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager
 def server(name: str, directory: Path) -> Iterator[None]:
-    """The Redis server, for as long as it is measured."""
+    """The server that a transport needs, for as long as it is measured."""
+    if name == "Ray objects":
+        with ray_cluster():
+            yield
+        return
     if name != "Redis streams":
         yield
         return
@@ -114,12 +138,14 @@ def absent(needs: tuple[str, ...]) -> list[str]:
 def compare(root: Path, count: int, repeats: int) -> dict[str, Any]:
     runnable = {name: build for name, (build, needs, _) in TRANSPORTS.items() if not absent(needs)}
     taken: dict[str, list[float]] = {name: [] for name in runnable}
+    worked: dict[str, list[float]] = {name: [] for name in runnable}
     for repeat in range(repeats):
         for index, (name, build) in enumerate(runnable.items()):
             directory = root / f"{repeat}-{index}"
             directory.mkdir()
             with server(name, directory):
-                taken[name].append(seconds(build(directory, count)))
+                for times, one in zip((taken[name], worked[name]), seconds(build(directory, count)), strict=True):
+                    times.append(one)
             shutil.rmtree(directory)
     megabytes = NUM_WRITERS * count * NUM_TOKENS * 13 / 1e6
     return {
@@ -128,6 +154,7 @@ def compare(root: Path, count: int, repeats: int) -> dict[str, Any]:
             "mb_per_s": [round(megabytes / each, 1) for each in lasted],
             "of_raw": round(median(taken["raw"]) / median(lasted), 3),
             "of_raw_alone": round(median(taken["raw alone"]) / median(lasted), 3),
+            "cpu_us_a_group": round(1e6 * median(worked[name]) / (NUM_WRITERS * count), 1),
         }
         for name, lasted in taken.items()
     }
@@ -184,21 +211,30 @@ class OneReader(Ring):
 
 
 def small_records(directory: Path, count: int) -> dict[str, float]:
-    """Inodes of so many records of 64 bytes, none of them reclaimed."""
+    """Inodes of so many records of 64 bytes, none of them reclaimed, and memory of a process that writes them and reads
+    them as they come: what it has after the first tenth, and at the end."""
     chain = ChainWriter(directory, Ring(directory, 0).name(0), 64 << 20)
+    reader, found, rss_mb = ChainReader(directory, chain.name), 0, list[float]()
     began = time.perf_counter()
     for number in range(count):
         chain.append(RecordType.DATA, number, {}, bytes(64))
-        if number % 20_000 == 0:
+        if number % 10_000 == 0:
             chain.commit()
+            found += len(reader.poll())
+        if number == count // 10:
+            rss_mb.append(psutil.Process().memory_info().rss / 1e6)
     chain.end()
-    written_s = time.perf_counter() - began
-    found, reader = 0, ChainReader(directory, chain.name)
-    while not reader.ended:
-        found += len(reader.poll())
-    assert found == count
-    inodes = 1 + len(os.listdir(chain.directory))
-    return {"records": count, "live_inodes": inodes, "records_per_s": round(count / written_s)}
+    found += len(reader.poll())
+    lasted_s = time.perf_counter() - began
+    rss_mb.append(psutil.Process().memory_info().rss / 1e6)
+    assert reader.ended and found == count
+    return {
+        "records": count,
+        "live_inodes": 1 + len(os.listdir(chain.directory)),
+        "records_per_s": round(count / lasted_s),
+        "rss_mb_after_a_tenth": round(rss_mb[0], 1),
+        "rss_mb_at_the_end": round(rss_mb[1], 1),
+    }
 
 
 def picture(rows: dict[str, Any]) -> None:
@@ -235,9 +271,9 @@ def main() -> None:
     result["load_at_end"] = round(os.getloadavg()[0], 2)
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     picture(rows)
-    print(f"{'':16}{'MB/s':>8}{'of raw':>8}{'of raw alone':>14}  durable")
+    print(f"{'':16}{'MB/s':>8}{'of raw':>8}{'of raw alone':>14}{'CPU us':>8}  durable")
     for name, row in rows.items():
-        shares = f"{row['of_raw']:8.2f}{row['of_raw_alone']:14.2f}"
+        shares = f"{row['of_raw']:8.2f}{row['of_raw_alone']:14.2f}{row['cpu_us_a_group']:8.0f}"
         print(f"{name:16}{median(row['mb_per_s']):8.0f}{shares}  {row['durable']}")
     print({name: result[name] for name in ("visible_ms", "file_calls_a_group", "small", "not_installed")})
 

@@ -81,6 +81,9 @@ class Transport:
     def read(self, reader: int) -> None:
         raise NotImplementedError
 
+    def connect(self) -> None:
+        """In each process before the clock starts: imports, and a session where one is shared by all calls."""
+
     def mine(self, reader: int) -> list[int]:
         return list(self.slots)[reader::NUM_READERS]
 
@@ -193,6 +196,9 @@ class FileEach(Transport):
 class ZeroMQ(Transport):
     """PUSH and PULL over a Unix socket; nothing is durable."""
 
+    def connect(self) -> None:
+        import zmq  # noqa: F401
+
     def write(self, slot: int) -> None:
         import zmq
 
@@ -230,6 +236,9 @@ class Queues(Transport):
 class Redis(Transport):
     """Streams of a server on a Unix socket that appends to a file and syncs it each second."""
 
+    def connect(self) -> None:
+        self._client().ping()
+
     def write(self, slot: int) -> None:
         client = self._client()
         for group in groups(self.count):
@@ -250,8 +259,66 @@ class Redis(Transport):
         return redis.Redis(unix_socket_path=str(self.directory / "redis.sock"))
 
 
+class RayStore(Transport):
+    """Ray's object store: each record an object, its references handed over by an actor, 80 at a time; nothing is
+    durable, and an object is lost with the process that put it."""
+
+    def write(self, slot: int) -> None:
+        import ray
+
+        box = self._box(slot % NUM_READERS)
+        pending: list[Any] = []
+        for number, group in enumerate(groups(self.count), start=1):
+            pending.append(ray.put(packed(group)))
+            if len(pending) == 80 or number == self.count:
+                ray.get(box.add.remote(pending))
+                pending = []
+
+    def read(self, reader: int) -> None:
+        import ray
+
+        box, left = self._box(reader), self.count * len(self.mine(reader))
+        while left:
+            references = ray.get(box.take.remote())
+            for reference in references:
+                verified(ray.get(reference))
+            left -= len(references)
+            time.sleep(POLL_S)
+
+    def connect(self) -> None:
+        import ray
+
+        ray.init(address="auto", namespace="ring", log_to_driver=False, logging_level="ERROR")
+        for reader in range(NUM_READERS):
+            ray.get(self._box(reader).take.remote())  # somebody must start them
+
+    def _box(self, reader: int) -> Any:
+        """The actor that all processes of this measurement find by its name."""
+        import ray
+
+        name = f"{self.directory.name}-{reader}"
+        return ray.remote(num_cpus=0)(Box).options(name=name, get_if_exists=True, lifetime="detached").remote()
+
+
+class Box:
+    """References under way."""
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []
+
+    def add(self, references: list[Any]) -> None:
+        self._references += references
+
+    def take(self) -> list[Any]:
+        taken, self._references = self._references, []
+        return taken
+
+
 class Swmr(Transport):
     """HDF5 single writer, multiple readers: a file a writer, flushed and synced each 4 MiB."""
+
+    def connect(self) -> None:
+        import h5py  # noqa: F401
 
     def write(self, slot: int) -> None:
         import h5py

@@ -179,6 +179,18 @@ def test_a_node_that_does_not_answer_is_named(run: RunDir) -> None:
         remote(run, 2.0, n2=["sleep", "600"])
 
 
+def test_ctrl_c_while_the_agents_come_up_leaves_none_of_them(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes once both steps have been started."""
+    monkeypatch.setattr(RemoteLauncher, "_wait_for_agents", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        remote(run)  # and ``nothing_is_left`` looks
+
+
+def test_a_command_that_cannot_be_started_ends_the_steps_before_it(run: RunDir) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-srun"):
+        remote(run, n2=["no-such-srun"])
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(run: RunDir) -> Iterator[None]:
     yield

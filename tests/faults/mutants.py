@@ -36,15 +36,16 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Mutant:
 
 def _write_batch_without_sync(self: ChainWriter, batch: Any) -> None:
     """Data and COMMIT in one go, one sync at the end."""
-    self._put(bytes(batch.data) + batch.commit, self._file.offset)
-    self._file.offset += len(batch.data) + len(batch.commit)
+    self._put(bytes(batch.data) + batch.commit)
+    self._owed = b""
     self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
 
-def _put_without_sync(self: ChainWriter, data: bytes, offset: int) -> None:
+def _put_without_sync(self: ChainWriter, data: bytes) -> None:
     written = 0
     while written < len(data):
-        written += os.pwrite(self._file.fd, memoryview(data)[written:], offset + written)
+        written += os.pwrite(self._file.fd, memoryview(data)[written:], self._file.offset + written)
+    self._file.offset += len(data)
 
 
 _poll = ChainReader.poll
@@ -53,24 +54,26 @@ _poll = ChainReader.poll
 def _poll_trusting_every_record(self: ChainReader, *, last: bool = False) -> list[Found]:
     """Records count from the moment that their head is there, with no COMMIT behind them."""
     found = _poll(self, last=last)
-    seq = self._seq
+    found += self._batch
+    self._batch.clear()
     while not self.ended and self._segment is not None:
         path = self.directory / segment_name(self._segment)
         if not path.exists():
-            return found
+            break
         content = path.read_bytes()
         header = records.parse_header(content[self._offset :], self.name.owner)
-        if header is None or header.seq != (header.seq if seq is None else seq):
-            return found
+        if header is None or self._seq not in (header.seq, None):
+            break
         meta = records.parse_meta(header, content[self._offset :][: header.head_bytes])
         if meta is None or header.type is RecordType.SEAL:
-            return found
+            break
         if header.type is not RecordType.COMMIT:
             found.append(Found(self._segment, self._offset, header.seq, header.type, meta))
-            newest = self.newest_tickets.get(self._segment, -1)
-            self.newest_tickets[self._segment] = max(newest, meta["ticket"])
         self._offset += header.record_bytes
-        seq = self._seq = header.seq + 1
+        self._seq = header.seq + 1
+    for record in found:
+        newest = self.newest_tickets.get(record.segment, -1)
+        self.newest_tickets[record.segment] = max(newest, record.meta["ticket"])
     return found
 
 

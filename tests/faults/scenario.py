@@ -45,6 +45,8 @@ NEVER_S = 1e6
 CONFIG = BufferConfig(max_staleness=MAX_STALENESS, segment_mb=1800 / (1 << 20), commit_s=NEVER_S)
 """Segments of a commit or two, so that they roll and are reclaimed all the time."""
 NO_PAUSES = (0.0, 0.0, 0.0)
+BATCH_BYTES = 600
+"""So few that most commits are two batches, the COMMIT of the first written with the second."""
 IDLE_ROUNDS = 60
 """Rounds in which nothing is trained until a run counts as stuck."""
 
@@ -105,6 +107,7 @@ class InlineCommit:
 def without_threads() -> Iterator[None]:
     with (
         patch("areal_hpc.buffer.writer.GroupCommit", InlineCommit),
+        patch("areal_hpc.buffer.chain.COMMIT_BYTES", BATCH_BYTES),
         patch("areal_hpc.patience.RETRY_PAUSES_S", NO_PAUSES),
         patch("areal_hpc.buffer.scan.RETRY_PAUSES_S", NO_PAUSES),
         patch("areal_hpc.buffer.control.RETRY_PAUSES_S", NO_PAUSES),

@@ -70,6 +70,27 @@ def block_for_a_while(started: Launched, name: str, process: psutil.Process, bef
     assert len(stacks) == 5
 
 
+def test_fault_24_a_launcher_that_hangs_itself_ends_its_processes_and_names_the_file(
+    model: Path, tmp_path: Path
+) -> None:
+    """A heartbeat hangs when it is opened, as on a server that does not answer; nobody but the launcher reads it."""
+    words = ("trainer.total_steps=4000", "limits.quiet_s=2", "limits.engine_s=0", "limits.stall_s=4")
+    with launched(tmp_path, model, *words) as started:
+        started.wait_for_step(1)
+        beat = started.run.attempt(1).heartbeat("rollout", 0)
+
+        def ended() -> bool:
+            os.mkfifo(beat.with_suffix(".fifo"))
+            beat.with_suffix(".fifo").replace(beat)  # the worker puts its own back with its next beat
+            return started.process.poll() is not None
+
+        until("the launcher to hang, and its end", ended)
+        assert started.wait() == 70, started.text
+        until("its processes to be gone", lambda: not started.left_over())
+    said = rf"the launcher itself has hung for \d+ s \(limits\.stall_s\) at reading {beat}: the file system of"
+    assert re.search(said, started.text), started.text
+
+
 def block_the_ring(started: Launched) -> None:
     """Put a pipe that nobody writes in place of a file; the trainer may put a file back, so do it until one is open."""
     path = started.run.ring / "CONTROL.json"

@@ -1,48 +1,19 @@
-"""Deterministic training: the same bits, whatever is killed, and however many processes do the work."""
+"""Deterministic training: the same bits, whatever is killed, and however many processes do the work.
+
+``tests/benchmarks/deterministic.py --kills 20`` does the same with many more kills.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import random
-import signal
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from launched import Launched, launched, newest_checkpoint, until
+from bit_identity import STEPS, WORDS, learned, rows, run_with_kills
+from launched import launched
 from tiny_models import make_model
 
 from areal_hpc.accelerator import REPRODUCIBLE
-from areal_hpc.fs import RunDir
-from areal_hpc.telemetry import RecordReader
-
-STEPS = 8
-WORDS = (
-    "deterministic=true",
-    "limits.restarts=0",  # so that each kill is an end, and the next start a shape of its own
-    "limits.attempts=0",
-    f"trainer.total_steps={STEPS}",
-    "checkpoint.every_steps=2",
-    "rollout.reward=tiny_task:coarse",
-    "rollout.filter.zero_variance=true",
-    "rollout.group_size=3",
-    "rollout.attempts=1",
-    "algorithm.groups_per_step=3",
-    "algorithm.minibatches=2",
-)
-OF_THE_CLOCK = ("seconds", "ring_", "train_tokens_per_s")
-"""What a step's record says of this start of the run, not of what was learned."""
-OTHER_SHAPES = (
-    ("generation.replicas=2", "rollout.concurrency=1"),
-    ("generation.replicas=1", "rollout.concurrency=8", "weights.transport=disk"),
-    ("generation.replicas=2", "rollout.concurrency=3", "weights.bucket_mb=0.01"),
-)
-"""What may change from one attempt to the next."""
 
 
 @pytest.fixture(scope="module")
@@ -50,56 +21,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
     make_model(path, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
     return path
-
-
-def learned(run: RunDir) -> dict[str, str]:
-    """Hashes of the last weights and of the optimizer's moments."""
-    newest = newest_checkpoint(run)
-    assert newest.version.step == STEPS
-    files = ("model.safetensors", "optimizer.safetensors")
-    return {name: hashlib.sha256((newest.path / name).read_bytes()).hexdigest() for name in files}
-
-
-def rows(run: RunDir) -> dict[int, Mapping[str, Any]]:
-    """What was recorded of each step. A step that several attempts have done must have come out the same each time."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for attempt in sorted(os.listdir(run.attempts)):
-        if not attempt.isdecimal():
-            continue
-        for record in RecordReader(run.attempt(int(attempt)).telemetry, roles=("trainer",)).poll():
-            if record.kind == "step":
-                row = {key: value for key, value in record.values.items() if not key.startswith(OF_THE_CLOCK)}
-                assert found.setdefault(int(row["step"]), row) == row
-    return found
-
-
-def kill(started: Launched, whom: str) -> None:
-    """SIGKILL to one role, or to everything at once; returns when all have ended."""
-    roles = started.roles()
-    if whom == "everything":
-        for process in [psutil.Process(started.process.pid), *roles.values()]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-    else:
-        roles[whom].kill()
-    assert started.wait() in (1, -signal.SIGKILL), started.text
-    until("the roles to end", lambda: not started.left_over(), limit_s=30.0)
-
-
-def run_with_kills(directory: Path, model: Path, words: Sequence[str], victims: Sequence[str], seed: int) -> RunDir:
-    """A run that is killed once for each victim, at a random instant after some new step, and then left to finish."""
-    chance, resume, reached = random.Random(seed), (), 0
-    for number, victim in enumerate(victims):
-        shape = OTHER_SHAPES[number % len(OTHER_SHAPES)]
-        with launched(directory, model, *WORDS, *words, *shape, *resume, name="killed") as started:
-            if reached < STEPS - 2:
-                started.wait_for_step(reached + chance.randint(1, 2))
-            time.sleep(chance.uniform(0.0, 0.3))
-            kill(started, victim)
-            reached, resume = max([0, *rows(started.run)]), ("--resume",)
-    with launched(directory, model, *WORDS, *words, *resume, name="killed") as started:
-        assert started.wait() == 0, started.text
-    return started.run
 
 
 @pytest.mark.timeout(600)  # five starts of a whole run; half a minute where the machine has nothing else to do
@@ -115,7 +36,8 @@ def test_a_run_that_was_killed_learns_the_same_bits(
     words: Sequence[str], victims: Sequence[str], model: Path, tmp_path: Path
 ) -> None:
     of_trainer = [word for word in words if word.startswith("trainer.")]
-    with launched(tmp_path, model, *WORDS, *of_trainer, name="undisturbed", fresh=True) as started:
+    whole = f"trainer.total_steps={STEPS}"
+    with launched(tmp_path, model, *WORDS, *of_trainer, whole, name="undisturbed", fresh=True) as started:
         started.wait_for_step(1)
         environments = [process.environ() for process in started.roles().values()]
         assert all(REPRODUCIBLE.items() <= environment.items() for environment in environments)

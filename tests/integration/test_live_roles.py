@@ -122,6 +122,24 @@ def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model:
     check_exactly_once(started.run)
 
 
+def test_fault_41_an_engine_that_hangs_is_replaced_alone(model: Path, tmp_path: Path) -> None:
+    """Stopped in mid-generation, it takes connections and answers none: its prompts run again on the one after it."""
+    limits = ("limits.quiet_s=2", "limits.engine_s=3", "limits.stall_s=60", "checkpoint.every_steps=2")
+    with launched(tmp_path, model, *ENDLESS, *limits) as started:
+        started.wait_for_step(2)
+        started.roles()["generator-0"].suspend()
+        until("the engine to serve again", lambda: engine_events(started, "back"))
+        started.wait_for_step(newest_step(started) + 2)
+        assert restarts(started) == {"generator-0": 1}
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait() == 75, started.text
+        assert started.left_over() == []
+    assert "generator-0 has given no sign of life for" in started.text
+    assert "longer than limits.engine_s = 3 s, so it is killed and replaced" in started.text
+    assert started.run.newest_attempt() == started.run.attempt(1), "nobody else had to begin anew"
+    check_exactly_once(started.run)
+
+
 def test_a_trainer_that_never_gets_anywhere_is_given_up(model: Path, tmp_path: Path) -> None:
     with launched(tmp_path, model, *ENDLESS, "limits.attempts=2") as started:
         for epoch in (1, 2):

@@ -20,6 +20,8 @@ def exchange(group: ProcessGroup | None) -> dict[str, Any]:
     return {
         "gathered": ranks.gather(mine),
         "shared": ranks.share({"plan": [[0, 1], []]} if ranks.leads else None),
+        "floats": [one.tolist() for one in ranks.gather_floats(np.arange(3 * ranks.rank, dtype=np.float32) / 3)],
+        "nothing": [one.size for one in ranks.gather_floats(np.zeros(0, dtype=np.float32))],
         "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
         "any_each": ranks.any_each(np.arange(3) == ranks.rank).tolist(),
     }
@@ -31,6 +33,8 @@ def test_every_rank_learns_the_same() -> None:
         assert [(one["rank"], one["text"]) for one in result["gathered"]] == [(0, ""), (1, "ď")]
         assert all(math.isnan(one["nan"]) and one["nothing"] is None for one in result["gathered"])
         assert result["shared"] == {"plan": [[0, 1], []]}
+        assert result["floats"] == [[], [0.0, float(np.float32(1 / 3)), float(np.float32(2 / 3))]]
+        assert result["nothing"] == [0, 0]
         assert result["any"] == [True, False]
         assert result["any_each"] == [True, True, False]
 

@@ -171,6 +171,7 @@ limits.restart_window_s: float
 limits.attempts: int
 limits.checkpoint_s: float
 limits.quiet_s: float
+limits.engine_s: float
 limits.stall_s: float
 limits.stop_s: float
 cluster.shape: local | het | split

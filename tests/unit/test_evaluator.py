@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, failing, parity, position_of, run
 
-from areal_hpc.config.schema import EvaluationConfig
+from areal_hpc.config.schema import EvaluationConfig, RolloutConfig
 from areal_hpc.errors import ConfigError, GenerationError, RewardError
 from areal_hpc.protocols import Episode, Workflow
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.evaluator import _answer_all, _result, due
+from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts
 from areal_hpc.rollout.episodes import EpisodeRunner
-from areal_hpc.types import Prompt, StopReason, Trajectory
+from areal_hpc.types import GenerationRequest, Prompt, StopReason, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,7 @@ class Trainer:
 class Settings:
     evaluation: EvaluationConfig
     trainer: Trainer
+    rollout: RolloutConfig | None = None
 
 
 @dataclasses.dataclass
@@ -182,6 +188,52 @@ def test_a_mistake_ends_the_evaluation_at_once() -> None:
         assert engine.open == 0
 
     run(test())
+
+
+@dataclasses.dataclass
+class Signalled:
+    """As much of a role's process as the evaluator's watch needs; a signal raises the flag, and only that."""
+
+    config: Settings
+    starting: ExitStack = dataclasses.field(default_factory=ExitStack)
+    stop_flag: threading.Event = dataclasses.field(default_factory=threading.Event)
+    epoch: int = 1
+
+    async def watch_stop(self) -> None:
+        await RoleProcess.watch_stop(self, poll_s=0.001)  # type: ignore[arg-type]
+
+    def stopping(self) -> bool:
+        return self.stop_flag.is_set()
+
+
+def test_fault_12_a_signal_during_an_evaluation_ends_it_without_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has the requests and answers none of them; the evaluation is due again after the restart."""
+    rollout = config(concurrency=2)
+    settings = Settings(EvaluationConfig(every_steps=2), Trainer(6), rollout)
+    process = Signalled(settings)
+
+    async def never(_request: GenerationRequest, count: int) -> None:
+        if count == 4:  # two prompts with two samples each are open
+            signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    engine = Engine(never)
+
+    @asynccontextmanager
+    async def make(_process: Any) -> AsyncIterator[EvaluationParts]:
+        yield parts_of(engine, Records())
+
+    monkeypatch.setattr(evaluator, "make_evaluation", make)
+    monkeypatch.setattr(evaluator, "publish_json", lambda *_: pytest.fail("there is no result"))
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.stop_flag.set())
+    try:
+        ended: Any = evaluator.main(process)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == EXIT_STOPPED
+    assert len(engine.requests) == 4
+    assert engine.open == 0, "a request was left behind"
 
 
 def branch(reward: float, version: int) -> Trajectory:

@@ -481,6 +481,9 @@ class ThreadRanks(Ranks):
         self._meeting.wait(timeout=10)
         return values
 
+    def gather_floats(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        return [np.array(one, dtype=np.float32) for one in self.gather(values.tolist())]
+
     def any_each(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.any(self.gather(flags.tolist()), axis=0)
 
@@ -566,15 +569,29 @@ def test_the_archive_knows_what_was_left_out_and_what_nobody_computed() -> None:
     assert step.proximal == {}
 
 
-def test_of_two_ranks_only_the_first_hands_over_and_knows_its_own_share() -> None:
+class Telling(Backend):
+    """Proximal log-probs that say whose token they are of."""
+
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        of_sequence = [-int(batch.token_ids[s]) - int(batch.token_ids[s + 1]) / 8 for s in batch.boundaries[:-1]]
+        return np.repeat(of_sequence, np.diff(batch.boundaries)).astype(np.float32)
+
+
+@pytest.mark.parametrize("bad", [(), (2,), (0, 1, 2, 3)])
+def test_the_archive_gets_the_proximal_log_probs_of_every_rank_s_share(bad: tuple[int, ...]) -> None:
     steps: list[TrainedStep] = []
 
     def keep(worlds: list[World]) -> None:
-        worlds[0].loop.archive = steps.append
+        for world, take in zip(worlds, (steps.append, lambda step: None), strict=True):
+            world.loop.archive, world.loop.backend = take, Telling([])
+        worlds[1].loop.fetch = damaged(worlds[1], *bad)
 
-    worlds, _ = two_ranks(keep, total_steps=2, groups_per_step=4)
-    for step, minibatches in zip(steps, worlds[0].backend.trained, strict=True):
+    two_ranks(keep, total_steps=2, groups_per_step=4, minibatches=2)
+    assert [all(step.readable) for step in steps] == [not bad, True]
+    for step in steps:
         owners = [(ref.position, episode) for ref in step.refs for episode in ref.episodes]
-        mine = {(int(b.token_ids[s]), int(b.token_ids[s + 1])) for b in minibatches for s in b.boundaries[:-1]}
-        assert {owners[n] for n in step.proximal} == mine
-        assert 0 < len(mine) < len(owners)
+        readable = [n for n in range(len(owners)) if step.readable[n // GROUP_SIZE]]
+        assert sorted(step.proximal) == readable
+        for n in readable:
+            position, episode = owners[n]
+            np.testing.assert_array_equal(step.proximal[n], [-position - episode / 8] * 4)

@@ -122,6 +122,22 @@ def test_what_slurm_refuses_can_be_submitted_again(slurm: Slurm, tmp_path: Path)
     assert json.loads((tmp_path / "quickstart/slurm" / record).read_text())["job_id"] == "1"
 
 
+def test_ctrl_c_while_slurm_is_asked_leaves_no_submission_behind(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+
+    def interrupted(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submission, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            submission.submit_run(config, print)
+    assert [name for name in os.listdir(tmp_path / "quickstart/slurm") if name.endswith(".json")] == []
+    assert submission.submit_run(config, print).job_id == "1"
+
+
 def test_what_cannot_be_never_reaches_slurm(slurm: Slurm, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="5 GPUs are needed"):
         submission.submit_run(config_of(tmp_path, "generation.replicas=5", "cluster.all.gpus=4"), print)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from areal_hpc.errors import Stalled
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.roles import stacks
 from areal_hpc.roles.watchdog import Watchdog
+from areal_hpc.waits import ANYBODY
 
-LIMITS = LimitsConfig(quiet_s=24.0, stall_s=100.0, start_s=300.0)
+LIMITS = LimitsConfig(quiet_s=24.0, engine_s=60.0, stall_s=100.0, start_s=300.0)
 BATCH: dict[str, Any] = {"what": "a batch", "parties": ["rollout-0"], "limit_s": 1800.0}
+ANSWER: dict[str, Any] = {"what": "an answer to /generate", "parties": ["generator-0"], "limit_s": 600.0}
+IDLE: dict[str, Any] = {"what": "requests", "parties": [ANYBODY], "limit_s": None}
+WEIGHTS: dict[str, Any] = {"what": "weights; held by update", "parties": ["trainer-0"], "limit_s": None}
 TICKET: dict[str, Any] = {"what": "a free ticket", "parties": ["trainer-0"], "limit_s": None}
 
 
@@ -43,7 +48,8 @@ class World:
         self.asked: list[tuple[int, bool]] = []
         self.achieved_s = 0.0
         self.owner = Owner.this_process().record()
-        self.running = {("trainer", 0): Process(self.owner["pid"]), ("rollout", 0): Process(self.owner["pid"])}
+        self.running: dict[tuple[str, int], stacks.Process] = {}
+        self.running |= {("trainer", 0): Process(self.owner["pid"]), ("rollout", 0): Process(self.owner["pid"])}
         self.watchdog = Watchdog(attempt, LIMITS, clock=lambda: self.now)
 
     def beat(
@@ -124,6 +130,96 @@ def test_one_that_falls_silent_is_named_though_the_trainer_gets_on(
     with pytest.raises(Stalled, match=r"stuck for 100 s at rollout-0"):
         world.until(300.0, beats)
     assert world.asked == [(pid, False), (pid, True)]
+
+
+@dataclass
+class Engine:
+    """A process that takes signals."""
+
+    pid: int
+    signals: list[int] = field(default_factory=list)
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+@pytest.fixture
+def engine(world: World) -> Engine:
+    made = Engine(world.owner["pid"])
+    world.running["generator", 0] = made
+    return made
+
+
+def test_fault_41_an_engine_that_answers_nobody_is_ended_alone(
+    world: World, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its heart beats, it believes that it is idle, and a request has waited for it for a minute."""
+
+    def beats() -> None:
+        world.beat("trainer", BATCH, moved=0.0)
+        world.beat("rollout", TICKET, ANSWER)
+        world.beat("generator", IDLE, moved=1.0)
+
+    world.until(59.0, beats)
+    assert engine.signals == []
+    world.until(62.0, beats)
+    assert engine.signals == [signal.SIGKILL]
+    assert "generator-0 waits for whoever asks: requests (6" in caplog.text
+    assert "longer than limits.engine_s = 60 s, so it is killed and replaced" in caplog.text
+
+    engine.pid += 1  # the next one comes up, and what its predecessor said last is still there
+    world.until(80.0, beats)
+    assert engine.signals == [signal.SIGKILL]
+
+    def again() -> None:
+        world.beat("trainer", BATCH, moved=world.now)
+        world.beat("rollout", TICKET, ANSWER, moved=world.now)
+        world.beat("generator", moved=world.now, pid=engine.pid, incarnation=1)
+
+    world.until(300.0, again)
+    assert engine.signals == [signal.SIGKILL]
+
+
+def test_fault_41_an_engine_without_a_sign_of_life_is_ended_though_nobody_waits_for_it(
+    world: World, engine: Engine
+) -> None:
+    def beats() -> None:
+        world.beat("trainer", moved=world.now)
+        world.beat("rollout", TICKET)
+        world.beat("generator", IDLE, counter=min(int(world.now), 10))
+
+    world.until(69.0, beats)
+    assert engine.signals == []
+    world.until(70.0, beats)
+    assert engine.signals == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize(
+    ("waits", "moves", "asked"),
+    [([IDLE], False, False), ([WEIGHTS], False, True), ([], True, True)],
+    ids=["idle", "waits for weights", "generates"],
+)
+def test_an_engine_that_is_idle_or_held_or_slow_is_left_alone(
+    waits: list[dict[str, Any]], moves: bool, asked: bool, world: World, engine: Engine
+) -> None:
+    def beats() -> None:
+        world.beat("trainer", BATCH, moved=0.0)
+        world.beat("rollout", TICKET, *([ANSWER] if asked else []))
+        world.beat("generator", *waits, moved=world.now if moves else 0.0)
+
+    world.until(LIMITS.stall_s - 1.0, beats)
+    assert engine.signals == []
+
+
+def test_an_engine_is_never_ended_where_that_is_switched_off(world: World, engine: Engine) -> None:
+    world.watchdog = Watchdog(world.attempt, dataclasses.replace(LIMITS, engine_s=0.0), clock=lambda: world.now)
+
+    def beats() -> None:
+        world.beat("trainer", moved=world.now)
+        world.beat("generator", IDLE, counter=1)
+
+    world.until(LIMITS.stall_s - 1.0, beats)
+    assert engine.signals == []
 
 
 def test_who_gets_on_again_is_forgiven(world: World, caplog: pytest.LogCaptureFixture) -> None:
