@@ -19,7 +19,6 @@ import importlib
 import inspect
 import json
 import os
-import re
 import typing
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from areal_hpc.config.paths import FROM_HERE, TASK
 from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.errors import DataError
 from areal_hpc.types import Message, Prompt
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Split = Literal["train", "eval"]
 
-TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FORMS = "a .jsonl or .parquet file, a directory written by `save_to_disk`, or a task module:Class"
 
 
@@ -73,7 +72,7 @@ def _open(name: str, config: PromptsConfig, split: Split, seed: int) -> Dataset:
     if TASK.fullmatch(name):
         return TaskRows(name, split, seed, config.task_args)
     if not path.exists():
-        raise DataError(f"data set {name!r} does not exist; set prompts.{split} to {FORMS}")
+        raise DataError(f"data set {path.absolute()} does not exist ({FROM_HERE}); set prompts.{split} to {FORMS}")
     if path.is_dir():
         return DirectoryRows(path)
     if path.suffix == ".parquet":

@@ -17,6 +17,7 @@ from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
+from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RunDirError
 from areal_hpc.fs import RunDir
@@ -75,7 +76,8 @@ def run_local(
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
         Stalled: nobody got on any more, and no attempt is to follow.
     """
-    run = RunDir((Path(config.run_root) / config.name).absolute())
+    config = anchored(config, Path.cwd())
+    run = RunDir(Path(config.run_root) / config.name)
     newest = newest_epoch(run)
     if not takeover:
         _refuse_living_owner(run, newest)
@@ -112,7 +114,7 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
         return
     if not resume:
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
-    before = load([run.config])
+    before = anchored(load([run.config]), Path.cwd())
     changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
     fixed = ROUNDING if config.deterministic else ()
     frozen = [

@@ -397,3 +397,20 @@ def test_the_number_of_threads_may_change_unless_bits_count(deterministic: bool,
 def test_every_changeable_key_exists() -> None:
     assert [prefix for prefix in CHANGEABLE if not any(key.startswith(prefix) for key in keys())] == []
     assert all(key in keys() and key.startswith(CHANGEABLE) for key in ROUNDING)
+
+
+def test_a_run_goes_on_from_another_directory_than_it_was_begun_in(
+    config: Config, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory knows where the model is; a relative path typed elsewhere is another one."""
+    config = with_value(config, "model.path", "models/tiny")
+    (tmp_path / "here/models/tiny").mkdir(parents=True)
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert start(config) == 0
+    begin(run)
+    monkeypatch.chdir(tmp_path / "there")
+    assert load([run.config]).model.path == str(tmp_path / "here/models/tiny")
+    assert start(load([run.config]), resume=True) == 0
+    with pytest.raises(RunDirError, match=rf"model\.path \(was {tmp_path}/here/models/tiny\) would change"):
+        start(config, resume=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.fs import fsync_directory
@@ -42,7 +43,8 @@ def dotted(path: str, key: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path"
+            f"{key} = {path!r} cannot be imported: {error}; "
+            f"give module:name of a module in {Path.cwd()} or on PYTHONPATH"
         ) from error
 
 
