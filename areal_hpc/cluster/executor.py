@@ -16,6 +16,7 @@ from typing import Any
 
 from areal_hpc.cluster.hetjob import Job, render
 from areal_hpc.errors import SubmissionError
+from areal_hpc.extras import optional
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
 
     Raises:
         SubmissionError: sbatch refused it; carries what it said, and where the script is.
+        ConfigError: submitit is not installed.
     """
+    optional("submitit", extra="slurm", what="areal-hpc submit")
     from submitit.core import utils
     from submitit.slurm import slurm
 

@@ -91,7 +91,8 @@ class _Worker:
         except TimeoutError:
             raise RewardError(f"its process did not load it in {LOAD_LIMIT_S:g} s") from None
         if "error" in answer:
-            raise ConfigError(f"cannot be loaded: {answer['error']}; set `rollout.reward` to a module:function")
+            where = f"set `rollout.reward` to a module:function whose module lies in {Path.cwd()} or on PYTHONPATH"
+            raise ConfigError(f"cannot be loaded: {answer['error']}{'' if answer.get('advised') else f'; {where}'}")
         self._loaded = True
 
     async def call(self, text: str, prompt: Prompt) -> float:
