@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     keys.set_defaults(command=_keys)
 
     export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
-    export.add_argument("run_dir", type=Path)
+    _add_run_dir(export)
     export.add_argument(
         "--step", type=int, metavar="N", help="optimizer step of the checkpoint; the newest if not given"
     )
@@ -93,20 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(command=_export)
 
     status = commands.add_parser("status", help="how a run is doing, from its files alone")
-    status.add_argument("run_dir", type=Path)
+    _add_run_dir(status)
     status.set_defaults(command=_status)
 
     why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
-    why.add_argument("run_dir", type=Path)
+    _add_run_dir(why)
     why.set_defaults(command=_why)
 
     stop = commands.add_parser("stop", help="ask a run to write a checkpoint and end, and wait until it has")
-    stop.add_argument("run_dir", type=Path)
+    _add_run_dir(stop)
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     stop.set_defaults(command=_stop)
 
     ledger = commands.add_parser("ledger", help="prove from a run's files that every prompt was consumed exactly once")
-    ledger.add_argument("run_dir", type=Path)
+    _add_run_dir(ledger)
     ledger.add_argument("--json", action="store_true", help="print the findings as one JSON document")
     ledger.set_defaults(command=_ledger)
 
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_inspect(commands: Commands) -> None:
     inspect = commands.add_parser("inspect", help="what a run was trained on: its archived steps, or one of them")
-    inspect.add_argument("run_dir", type=Path)
+    _add_run_dir(inspect)
     inspect.add_argument("--step", type=int, help="show the episodes of this step")
     inspect.add_argument("--group", type=int, metavar="G", help="of the step, only this group")
     inspect.add_argument("--episode", type=int, metavar="E", help="of each group, only this episode")
@@ -128,12 +128,17 @@ def _add_inspect(commands: Commands) -> None:
 
 def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="train again on what a run has archived, and compare the weights")
-    replay.add_argument("run_dir", type=Path)
-    replay.add_argument("config", nargs="*", metavar="KEY=VALUE", help="what is to be different this time")
+    _add_run_dir(replay)
+    replay.add_argument(
+        "config",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides: what is to be different this time, such as algorithm.clip_high=0.3",
+    )
     replay.add_argument("--train-only", action="store_true", required=True, help="train, generate nothing")
     replay.add_argument("--from-step", type=int, default=0, metavar="S", help="begin with the checkpoint of step S")
     replay.add_argument("--to-step", type=int, default=0, metavar="T", help="the last step; all if not given")
-    replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN_DIR-replay if not given")
+    replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN-replay if not given")
     replay.set_defaults(command=_replay)
 
 
@@ -151,15 +156,23 @@ def _add_slurm_commands(commands: Commands) -> None:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2"
+        "config",
+        nargs="+",
+        metavar="FILE|KEY=VALUE",
+        help="YAML files, of which later ones win over earlier ones, and overrides, which win over all files: "
+        "name=second for another run directory, trainer.total_steps=40, ...; `areal-hpc keys` lists them",
     )
 
 
+def _add_run_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run: run_root/name, as in runs/gsm8k")
+
+
 def _resolved(words: Sequence[str]) -> Config:
-    from areal_hpc.config.load import load, stated
+    from areal_hpc.config.load import files_and_overrides, load, stated
     from areal_hpc.config.resolve import resolve
 
-    paths, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
+    paths, overrides = files_and_overrides(words)
     return resolve(load(paths, overrides), stated(paths, overrides))
 
 

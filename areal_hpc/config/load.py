@@ -21,6 +21,28 @@ from areal_hpc.config.keys import REQUIRED, default_of, help_of, hints, keys, ty
 from areal_hpc.config.problems import did_you_mean, raise_if_any
 from areal_hpc.config.schema import Config
 from areal_hpc.config.source import Sourced, read_file, read_override
+from areal_hpc.fs import NAME
+
+
+def files_and_overrides(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """What was typed: a word with ``=`` is an override, every other one a file.
+
+    Raises:
+        ConfigError: words that are neither; says of each what was probably meant.
+    """
+    overrides = [word for word in words if "=" in word]
+    paths = [Path(word) for word in words if "=" not in word]
+    strays = [path for path in paths if path.suffix not in (".yaml", ".yml") and not path.exists()]
+    raise_if_any([f"{path} is neither a file nor KEY=VALUE; {_probably(str(path))}" for path in strays])
+    return paths, overrides
+
+
+def _probably(word: str) -> str:
+    if word in keys():
+        return f"write {word}={type_name(keys()[word].type)}"
+    if "." in word and (near := did_you_mean(word, keys())):
+        return f"an override is written with `=`{near}"
+    return f"to name the run, write name={word}" if NAME.fullmatch(word) else "check the path"
 
 
 def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
