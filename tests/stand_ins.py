@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import areal_hpc.roles.attempts
 import areal_hpc.roles.generator
 import areal_hpc.roles.launcher
 import areal_hpc.roles.trainer
@@ -146,6 +147,7 @@ def install() -> None:
     """Put all of them where the roles look for the real ones."""
     areal_hpc.roles.generator.main = _idle
     areal_hpc.roles.launcher.preflight = lambda config: None
+    areal_hpc.roles.attempts.make_model = lambda config: None
     areal_hpc.roles.launcher.write_report = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes

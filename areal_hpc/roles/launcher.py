@@ -1,6 +1,6 @@
 """``areal-hpc run`` in the shape ``local``: see that the run may start, go through its attempts, say how it went.
 
-prepare     no other living owner, the same experiment, file system, data, reward and model usable
+prepare     no other living owner, the same experiment, file system, data and reward usable, a model or its maker there
 attempts    one epoch each, until the run is done, stopped, or not worth another (``attempts.py``)
 report      what they came to
 
@@ -92,8 +92,6 @@ def run_local(
         )
         outcome = attempts.go(after=newest)
     write_report(run)
-    if outcome == "stopped":
-        log.info("go on with the same command and --resume")
     return EXIT_CODES[outcome]
 
 

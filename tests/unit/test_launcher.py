@@ -17,16 +17,17 @@ import pytest
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, newest_epoch, write_start
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.config.keys import keys
+from areal_hpc.config.keys import keys, with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, CheckpointError, DataError, Fenced, RoleDied, RunDirError, Stalled
 from areal_hpc.fs import RunDir, publish_json, read_json
-from areal_hpc.report import LiveConsole
+from areal_hpc.report import LiveConsole, status_lines, why_lines
 from areal_hpc.roles import attempts, launcher
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING, run_local
 from areal_hpc.roles.trainer import requested_step
+from areal_hpc.roles.wiring import engines
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -35,7 +36,8 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load([QUICKSTART], [f"run_root={tmp_path}", "name=run"])
+    (tmp_path / "model").mkdir()
+    return load([QUICKSTART], [f"run_root={tmp_path}", "name=run", f"model.path={tmp_path / 'model'}"])
 
 
 @pytest.fixture
@@ -110,6 +112,61 @@ def test_what_the_preflight_finds_leaves_nothing(config: Config, run: RunDir, mo
     with pytest.raises(DataError):
         start(config)
     assert not run.root.exists()
+
+
+# Making the model
+
+
+def making(config: Config, maker: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr(engines, "dotted", lambda *_: maker)
+    return with_value(config, "model.path", str(Path(config.run_root) / "models/tiny"))
+
+
+def test_status_and_why_work_while_the_model_is_made(
+    config: Config, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def make(target: Path, _: int) -> None:
+        told.extend([status_lines(RunDir.open(run.root), watch=lambda _: {})[1], *why_lines(RunDir.open(run.root))])
+        target.mkdir()
+
+    assert start(making(config, make, monkeypatch)) == 0
+    doing, owner = f"running: making the model {tmp_path}/models/tiny", Owner.this_process()
+    assert told == [
+        f"state        {doing}, process {owner.pid} on {owner.host} (attempt 1)",
+        f"run run, attempt 1: {doing}",
+        "no process has been started yet",
+    ]
+    assert "about" in read_json(run.attempt(1).state) and not read_json(run.attempt(1).state)["about"]
+
+
+def test_a_start_that_failed_tells_why_and_is_no_run_yet(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path, __: int) -> None:
+        raise DataError("no room for the model; free some\nand more")
+
+    with pytest.raises(DataError):
+        start(making(config, fail, monkeypatch))
+    assert status_lines(run)[1] == "state        failed: no room for the model (attempt 1)"
+    assert why_lines(run)[0] == "run run, attempt 1: failed: no room for the model; this is what was last said"
+    assert start(making(config, lambda target, _: target.mkdir(), monkeypatch)) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_model_is_made_stops_it_and_leaves_no_half_of_one(
+    number: int, config: Config, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(target: Path, _: int) -> None:
+        target.mkdir()
+        os.kill(os.getpid(), number)
+        pytest.fail("it went on")
+
+    assert start(making(config, interrupted, monkeypatch)) == 75
+    assert state_of(run) == "stopped"
+    assert list((tmp_path / "models").iterdir()) == []
+    assert start(making(config, lambda target, _: target.mkdir(), monkeypatch)) == 0
 
 
 # What follows an attempt that failed
@@ -320,7 +377,8 @@ def test_a_directory_that_holds_a_run_is_continued_only_on_demand(config: Config
 
 
 def changed(config: Config, *overrides: str) -> Config:
-    return load([QUICKSTART], [f"run_root={config.run_root}", "name=run", *overrides])
+    words = [f"run_root={config.run_root}", "name=run", f"model.path={config.model.path}"]
+    return load([QUICKSTART], [*words, *overrides])
 
 
 def test_another_experiment_under_the_same_name_is_refused(config: Config, run: RunDir) -> None:

@@ -48,19 +48,32 @@ def dotted(path: str, key: str) -> Any:
         ) from error
 
 
-def make_model(config: Config) -> None:
-    """Write the model directory if it is not there and the configuration says how: only a launcher does that.
-
-    Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
+def check_model(config: Config) -> None:
+    """See that there is a model, or how to make it.
 
     Raises:
         DataError: it is not there, and nothing says how to make it.
+        ConfigError: its maker cannot be imported.
     """
     path = Path(config.model.path)
     if path.is_dir():
         return
     if not config.model.maker:
-        raise DataError(f"model.path: there is no directory {path}; give the path of a Hugging Face checkpoint")
+        raise DataError(
+            f"model.path: there is no directory {path.absolute()} ({FROM_HERE}); give the path of a Hugging Face "
+            "checkpoint"
+        )
+    dotted(config.model.maker, "model.maker")
+
+
+def make_model(config: Config) -> None:
+    """Write the model directory if it is not there: only a launcher does that.
+
+    Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
+    """
+    path = Path(config.model.path)
+    if path.is_dir():
+        return
     log.info("making the model %s (this happens once)", path)
     maker = dotted(config.model.maker, "model.maker")
     path.parent.mkdir(parents=True, exist_ok=True)

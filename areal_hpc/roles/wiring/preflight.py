@@ -7,24 +7,24 @@ import asyncio
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
-from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.roles.wiring.engines import check_model, dotted
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
 
 def preflight(config: Config) -> None:
-    """Open, import and make what the processes of the run will need; what takes longest comes last.
+    """Open and import what the processes of the run will need.
 
     Raises:
         DataError: a data set, one of its rows, or the model directory cannot be used.
         ConfigError: this version cannot start a backend; a workflow, reward, loss or model's maker cannot be imported.
     """
     _refuse_what_cannot_start(config)
+    check_model(config)
     if config.algorithm.loss:
         dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
         check_replay(config)
-        make_model(config)
         return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
@@ -33,7 +33,6 @@ def preflight(config: Config) -> None:
             raise DataError(f"prompts.eval: {config.prompts.eval} has no rows; give a data set that has some")
     dotted(config.rollout.workflow, "rollout.workflow")
     asyncio.run(_load_reward(config))
-    make_model(config)
 
 
 def _refuse_what_cannot_start(config: Config) -> None:
