@@ -86,13 +86,25 @@ def run_local(
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
     preflight(config)
-    with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
-        attempts = Attempts(
-            run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
-        )
-        outcome = attempts.go(after=newest)
+    try:
+        with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
+            attempts = Attempts(
+                run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
+            )
+            outcome = attempts.go(after=newest)
+    except (RoleDied, Stalled):
+        _report_failed(run)
+        raise
     write_report(run)
     return EXIT_CODES[outcome]
+
+
+def _report_failed(run: RunDir) -> None:
+    """How far a run came that has failed. Why it did must be told also where that, such as a full disk, stops this."""
+    try:
+        write_report(run)
+    except OSError as error:
+        log.warning("there is no report: %s", error)
 
 
 def _refuse_living_owner(run: RunDir, newest: int) -> None:

@@ -35,7 +35,7 @@ def test_a_scheduler_that_signals_every_process_at_once_costs_nothing_and_the_ru
             process.send_signal(signal.SIGTERM)
         assert started.wait() == 75, started.text
         assert "INFO stopping: the step under way, then a checkpoint" in started.text
-        assert "INFO go on with the same command and --resume" in started.text
+        assert "the same command with --resume goes on from the newest checkpoint" in started.text
         stopped_at = assert_stopped_in_order(started)
     sealed = {group.position for _, group in groups_in(started.run)}
     last = stopped_at + 3

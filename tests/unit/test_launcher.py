@@ -236,6 +236,24 @@ def test_attempts_in_a_row_that_commit_nothing_are_bounded_and_said(
     assert state_of(run, 5) == "failed"
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_that_failed_has_a_report_unless_that_fails_too(
+    full: bool, config: Config, dying: Callable[[list[list[int]]], Dying], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = []
+
+    def report(run: RunDir) -> None:
+        reported.append(run)
+        if full:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launcher, "write_report", report)
+    dying([[], [], []])
+    with pytest.raises(AttemptFailed, match="3 attempts in a row"):
+        start(config)
+    assert len(reported) == 1
+
+
 def test_an_attempt_that_got_stuck_is_followed_by_another_within_the_same_limit(
     config: Config, run: RunDir, dying: Callable[[list[list[int]]], Dying]
 ) -> None:
