@@ -24,6 +24,7 @@ from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, StopReason, TrainedStep, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.waits import achieved
 
 GROUP_SIZE = 3
 
@@ -206,6 +207,12 @@ def test_a_step_is_claim_prepare_train_publish_release() -> None:
     assert world.run() is True
     one, two = (["logprobs", "logprobs", "train", f"journal {step}", "weights", f"publish {step}"] for step in (1, 2))
     assert world.calls == ["weights", "publish 0", *one, *two, "commit 2", "durable"]
+
+
+def test_a_step_counts_once_for_whoever_asks_however_many_updates_it_made() -> None:
+    before = achieved().get("steps trained")
+    World(total_steps=3, minibatches=2).run()
+    assert achieved()["steps trained"].count - (before.count if before else 0) == 3
 
 
 def test_slots_are_free_only_after_their_weights_are_published() -> None:
