@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,21 +15,16 @@ from typing import TYPE_CHECKING
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError, ConfigError, Stalled, UserError
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_STALLED = 70
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1, one that
-    stood still 70."""
+    """Run one command to its exit code, one of ``exits.MEANINGS``; a user's mistake is one line on stderr."""
     options = _parse(arguments)
     try:
         code: int = options.command(options)
@@ -62,7 +56,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="areal-hpc", description="Fully asynchronous reinforcement learning of language models on supercomputers."
+        prog="areal-hpc",
+        description="Fully asynchronous reinforcement learning of language models on supercomputers.",
+        epilog="\n".join(["exit codes:", *exit_lines()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -275,7 +272,7 @@ def _ledger(options: argparse.Namespace) -> int:
     run = RunDir.open(options.run_dir)
     proof = prove_run(run)
     print(json.dumps(proof.facts(), indent=1) if options.json else "\n".join(ledger_lines(run, proof)))
-    return 0 if proof.proven else EXIT_FAILED
+    return EXIT_DONE if proof.proven else EXIT_FAILED
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -25,9 +25,10 @@ import areal_hpc.roles.wiring.episodes
 import areal_hpc.roles.wiring.training
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RewardError
+from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.fs import publish
 from areal_hpc.generation.scripted import ScriptedGenerator
-from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.types import Batch, Float32Array, Message, Prompt
 from areal_hpc.weights.membership import Membership

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_hpc.config.schema import EvaluationConfig
-from areal_hpc.errors import GenerationError
+from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import publish_json
-from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
 from areal_hpc.rollout.episodes import Running, together
 from areal_hpc.types import Prompt, Trajectory, episode_means

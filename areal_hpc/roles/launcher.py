@@ -19,12 +19,12 @@ from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, RunDirError
+from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.attempts import Attempts
-from areal_hpc.roles.process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
 from areal_hpc.roles.wiring.preflight import preflight
 
@@ -65,8 +65,8 @@ def run_local(
         resume_from: go on from the checkpoint of this step instead of the newest; what came after it is taken back.
 
     Returns:
-        0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
-        did not give it the time for one.
+        EXIT_DONE when the last step is done, EXIT_STOPPED when a stop request ended it (with a checkpoint, unless no
+        step was done yet), EXIT_FAILED when a second request did not give it the time for one.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
