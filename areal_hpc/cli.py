@@ -166,11 +166,10 @@ def _add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _resolved(words: Sequence[str]) -> Config:
-    from areal_hpc.config.load import files_and_overrides, load, stated
-    from areal_hpc.config.resolve import resolve
+    from areal_hpc.config.load import files_and_overrides
+    from areal_hpc.config.resolve import read_config
 
-    paths, overrides = files_and_overrides(words)
-    return resolve(load(paths, overrides), stated(paths, overrides))
+    return read_config(*files_and_overrides(words))
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -14,9 +14,8 @@ import pytest
 
 from areal_hpc.algorithms.table import find
 from areal_hpc.buffer.memory import MemoryRing
-from areal_hpc.config.load import load, stated
 from areal_hpc.config.recipes import RECIPES
-from areal_hpc.config.resolve import resolve
+from areal_hpc.config.resolve import read_config
 from areal_hpc.config.schema import Config
 from areal_hpc.generation.scripted import Utf8Renderer
 from areal_hpc.prompts import open_dataset
@@ -52,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configuration(file: Path) -> Config:
     paths = [CONFIGS / "quickstart.yaml", file]
-    return resolve(load(paths, SMALL), stated(paths, SMALL))
+    return read_config(paths, SMALL)
 
 
 def answers(row: Mapping[str, str]) -> list[str]:
@@ -169,7 +168,7 @@ def test_real_models_resolve_offline_and_read_a_data_set_on_disk(file: Path, tmp
         (tmp_path / f"{name}.jsonl").write_text(rows * 3, encoding="utf-8")
     overrides = [f"prompts.train={tmp_path}/train.jsonl", f"prompts.eval={tmp_path}/test.jsonl"]
     paths = [CONFIGS / "gsm8k_grpo.yaml", *([] if file.stem == "gsm8k_grpo" else [file])]
-    config = resolve(load(paths, overrides), stated(paths, overrides))
+    config = read_config(paths, overrides)
     assert config.name == file.stem
     assert config.algorithm.name == file.stem.removeprefix("gsm8k_")
     dataset = open_dataset(config.prompts, "train", config.seed)
