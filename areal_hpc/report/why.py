@@ -33,9 +33,9 @@ def why_lines(
     limits, names = _limits(run), _names(attempt)
     state, owner = state_of(run, attempt.epoch)
     lives = state in ALIVE and not owner.is_gone()
-    about = (read_if_listed(attempt.state) or {}).get("about")
-    head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives, about)}"
     told = attempt.stall.read_text(encoding="utf-8").splitlines() if attempt.stall.is_file() else []
+    about = None if told else (read_if_listed(attempt.state) or {}).get("about")  # the watchdog has told more
+    head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives, about)}"
     observer = Observer(attempt, silent_s=SILENT_S, start_s=limits.start_s, at_once=True, clock=clock)
     seen = _observe(observer, names, sleep, clock) if lives else _last_words(attempt, names)
     if not lives:

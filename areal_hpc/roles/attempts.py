@@ -184,7 +184,7 @@ class Attempts:
 
 def in_short(error: BaseException) -> str:
     """What happened, without what to do about it and what the logs say."""
-    return str(error).partition("\n")[0].partition("; ")[0] or type(error).__name__
+    return str(error).partition("\n")[0].partition("; ")[0].rstrip(":") or type(error).__name__
 
 
 def committed_a_step(run: RunDir, epoch: int) -> bool:

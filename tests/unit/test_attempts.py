@@ -232,7 +232,7 @@ def test_an_attempt_that_got_stuck_is_followed_by_another_within_the_same_limit(
     made.error = Stalled("stuck for 600 s at generator-0:\ntrainer-0 waits for generator-0; and so on")
     assert start(config) == 0
     lines = [json.loads(line) for line in run.attempt(2).records("launcher", 0).read_text().splitlines()]
-    assert lines[0]["reason"] == "stuck for 600 s at generator-0:"
+    assert lines[0]["reason"] == "stuck for 600 s at generator-0"
     again = dying([[], [], [], []])
     again.error = made.error
     with pytest.raises(
