@@ -16,13 +16,15 @@ from areal_hpc.config.keys import value_of, with_value
 from areal_hpc.config.schema import Config
 
 TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""A task ``module:Class``, where a data set may also be a path."""
+"""A task or function ``module:name``, where a data set or a reward may also be a path."""
 PATHS = (
     "model.path",
     "prompts.train",
     "prompts.eval",
+    "rollout.reward",
     "algorithm.kl.reference",
     "algorithm.critic.path",
+    "algorithm.dpo.reference",
     "replay.run",
     "run_root",
 )

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.config.checks import CHECKS
+from areal_hpc.config.checks import checks_of
 from areal_hpc.config.keys import keys, value_of, with_value
 from areal_hpc.config.layout import parse_layout, settings
 from areal_hpc.config.load import drafted, places, read
 from areal_hpc.config.problems import placed, raise_if_any
 from areal_hpc.config.ranges import out_of_range
 from areal_hpc.config.reading import problems_of
-from areal_hpc.config.recipes import RECIPES
+from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
@@ -73,13 +73,14 @@ class _Resolving:
     def run(self) -> None:
         self._apply_layout()
         self._apply_recipe()
-        if self.config.deterministic is True:  # it may be anything that somebody wrote
+        is_deterministic = self.config.deterministic is True  # it may be anything that somebody wrote
+        if is_deterministic and not is_offline(self.config.algorithm):
             self.config = with_value(self.config, *ONE_AT_A_TIME)
         for name, problem in out_of_range(self.config):
             if name not in self.unusable:
                 self.problems.append(problem)
                 self.unusable.add(name)
-        self.problems += problems_of(CHECKS, self.config, self.unusable)
+        self.problems += problems_of(checks_of(self.config), self.config, self.unusable)
 
     def _apply_layout(self) -> None:
         layout = self.config.layout
@@ -96,6 +97,7 @@ class _Resolving:
         """What the algorithm's name fixes, and for what nobody wrote, what is usual with it."""
         if self.unusable & {"algorithm", "algorithm.name"}:
             self.unusable.add("algorithm")
+            self.config = with_value(self.config, "algorithm.name", keys()["algorithm.name"].default)
             return
         recipe = RECIPES.get(self.config.algorithm.name)
         if recipe is None:

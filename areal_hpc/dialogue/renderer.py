@@ -39,18 +39,35 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the messages.
         """
+        return as_token_ids(self._templated(messages, add_generation_prompt=True))
+
+    def text(self, messages: Sequence[Message], *, header: bool) -> str:
+        """The conversation as the template writes it, with the header of the assistant's next turn or without.
+
+        Raises:
+            DataError: as ``render``.
+        """
+        text = self._templated(messages, add_generation_prompt=header, tokenize=False)
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a part of what ``text`` writes; nothing is added."""
+        with self._lock:
+            return as_token_ids(self._tokenizer(text, add_special_tokens=False))
+
+    def _templated(self, messages: Sequence[Message], **options: bool) -> Any:
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
         try:
             with self._lock:
-                rendered = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+                return self._tokenizer.apply_chat_template(conversation, **options)
         except TemplateError as error:
             roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
             ) from error
-        return as_token_ids(rendered)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens, its spaces as they are."""

@@ -34,6 +34,7 @@ from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.roles.wiring.engines import make_model
 from areal_hpc.roles.wiring.launchers import make_launcher
+from areal_hpc.roles.wiring.preflight import check_made
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Attempts:
         try:
             with self.signals.interrupting():
                 make_model(self.config)
+                check_made(self.config)
         except KeyboardInterrupt:
             return False
         publish_json(attempt.state, {"state": RUNNING, **owner})

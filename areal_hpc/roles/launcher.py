@@ -24,7 +24,7 @@ from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, write_report
-from areal_hpc.roles.attempts import Attempts
+from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
 from areal_hpc.roles.wiring.preflight import preflight
 
@@ -66,7 +66,9 @@ def run_local(
 
     Returns:
         EXIT_DONE when the last step is done, EXIT_STOPPED when a stop request ended it (with a checkpoint, unless no
-        step was done yet), EXIT_FAILED when a second request did not give it the time for one.
+        step was done yet), EXIT_FAILED when a second request did not give it the time for one. In a Slurm job,
+        EXIT_STOPPED asks for more time: a person's stop is then EXIT_DONE, and an end that was warned of and came
+        before the last checkpoint is EXIT_STOPPED, if there has been an earlier one in the attempt.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
@@ -86,17 +88,32 @@ def run_local(
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
     preflight(config)
-    try:
-        with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
-            attempts = Attempts(
-                run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
-            )
+    with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
+        attempts = Attempts(
+            run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
+        )
+        try:
             outcome = attempts.go(after=newest)
-    except (RoleDied, Stalled):
-        _report_failed(run)
-        raise
+        except (RoleDied, Stalled) as failure:
+            _report_failed(run)
+            warned = isinstance(failure, RoleDied) and _is_told_by_slurm(config, signals)
+            if not (warned and committed_a_step(run, newest_epoch(run))):
+                raise
+            log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
+            return EXIT_STOPPED
     write_report(run)
-    return EXIT_CODES[outcome]
+    return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+
+
+def _is_told_by_slurm(config: Config, signals: Signals) -> bool:
+    """Whether a signal in a Slurm job has asked for the end."""
+    return config.cluster.shape is not Shape.LOCAL and signals.count > 0
+
+
+def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
+    """Whether a person asked for the stop, in a Slurm job: the batch script asks for more time for any other."""
+    last = run.newest_attempt()
+    return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
 
 
 def _report_failed(run: RunDir) -> None:

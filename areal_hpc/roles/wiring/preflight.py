@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from areal_hpc.config.recipes import is_offline, reference_of
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.engines import check_model, dotted
+from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
@@ -21,10 +25,13 @@ def preflight(config: Config) -> None:
     """
     _refuse_what_cannot_start(config)
     check_model(config)
+    if Path(config.model.path).is_dir():
+        check_made(config)
     if config.algorithm.loss:
         dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
         check_replay(config)
+    if config.replay.run or is_offline(config.algorithm):
         return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
@@ -40,6 +47,33 @@ def _refuse_what_cannot_start(config: Config) -> None:
         raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
     if config.trainer.backend is not TrainerBackendName.REFERENCE:
         raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
+
+
+def check_made(config: Config) -> None:
+    """What can be said only of a model that is there.
+
+    Raises:
+        DataError: it does not go with the reference model, or with the answers that an offline algorithm learns from.
+    """
+    if is_offline(config.algorithm):
+        check_answers(config)
+    if reference := reference_of(config.algorithm):
+        check_vocabulary(config.model.path, reference)
+
+
+def check_vocabulary(model: str, reference: str) -> None:
+    """Log-probs of two models can be compared only where a token id means the same to both.
+
+    Raises:
+        DataError: it does not, or one of the two has no tokenizer.
+    """
+    ours, theirs = (load_tokenizer(Path(path)).get_vocab() for path in (model, reference))
+    if ours != theirs:
+        different = sorted(dict(ours.items() ^ theirs.items()))
+        raise DataError(
+            f"the reference model {reference} and {model} have different vocabularies: {len(different)} tokens, such "
+            f"as {different[0]!r}; take a model of the same family"
+        )
 
 
 async def _load_reward(config: Config) -> None:
