@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,21 +15,16 @@ from typing import TYPE_CHECKING
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError, ConfigError, Stalled, UserError
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_STALLED = 70
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1, one that
-    stood still 70."""
+    """Run one command to its exit code, one of ``exits.MEANINGS``; a user's mistake is one line on stderr."""
     options = _parse(arguments)
     try:
         code: int = options.command(options)
@@ -62,7 +56,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="areal-hpc", description="Fully asynchronous reinforcement learning of language models on supercomputers."
+        prog="areal-hpc",
+        description="Fully asynchronous reinforcement learning of language models on supercomputers.",
+        epilog="\n".join(["exit codes:", *exit_lines()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -85,34 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     keys.set_defaults(command=_keys)
 
     export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
-    export.add_argument("run_dir", type=Path)
+    _add_run_dir(export)
     export.add_argument(
         "--step", type=int, metavar="N", help="optimizer step of the checkpoint; the newest if not given"
     )
     export.add_argument("directory", type=Path, metavar="DIR")
     export.set_defaults(command=_export)
 
-    status = commands.add_parser("status", help="how a run is doing, from its files, and what Slurm says of its job")
-    status.add_argument("run_dir", type=Path)
-    status.set_defaults(command=_status)
-
-    _add_logs(commands)
-
-    report = commands.add_parser("report", help="what a run came to, what it cost, and how each attempt ended")
-    report.add_argument("run_dir", type=Path)
-    report.set_defaults(command=_report)
-
-    why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
-    why.add_argument("run_dir", type=Path)
-    why.set_defaults(command=_why)
+    _add_watching(commands)
 
     stop = commands.add_parser("stop", help="ask a run to write a checkpoint and end, and wait until it has")
-    stop.add_argument("run_dir", type=Path)
+    _add_run_dir(stop)
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     stop.set_defaults(command=_stop)
 
     ledger = commands.add_parser("ledger", help="prove from a run's files that every prompt was consumed exactly once")
-    ledger.add_argument("run_dir", type=Path)
+    _add_run_dir(ledger)
     ledger.add_argument("--json", action="store_true", help="print the findings as one JSON document")
     ledger.set_defaults(command=_ledger)
 
@@ -121,9 +106,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_watching(commands: Commands) -> None:
+    status = commands.add_parser("status", help="how a run is doing, from its files, and what Slurm says of its job")
+    _add_run_dir(status)
+    status.set_defaults(command=_status)
+
+    _add_logs(commands)
+
+    report = commands.add_parser("report", help="what a run came to, what it cost, and how each attempt ended")
+    _add_run_dir(report)
+    report.set_defaults(command=_report)
+
+    why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
+    _add_run_dir(why)
+    why.set_defaults(command=_why)
+
+
 def _add_inspect(commands: Commands) -> None:
     inspect = commands.add_parser("inspect", help="what a run was trained on: its archived steps, or one of them")
-    inspect.add_argument("run_dir", type=Path)
+    _add_run_dir(inspect)
     inspect.add_argument("--step", type=int, help="show the episodes of this step")
     inspect.add_argument("--group", type=int, metavar="G", help="of the step, only this group")
     inspect.add_argument("--episode", type=int, metavar="E", help="of each group, only this episode")
@@ -134,7 +135,7 @@ def _add_inspect(commands: Commands) -> None:
 
 def _add_logs(commands: Commands) -> None:
     logs = commands.add_parser("logs", help="what the processes of a run's newest attempt have said")
-    logs.add_argument("run_dir", type=Path)
+    _add_run_dir(logs)
     logs.add_argument("--role", default="", help="only of this role, such as trainer; launcher is the batch script")
     logs.add_argument("--rank", type=int, metavar="N", help="of the role, only this process")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file; 0 is all")
@@ -144,12 +145,17 @@ def _add_logs(commands: Commands) -> None:
 
 def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="train again on what a run has archived, and compare the weights")
-    replay.add_argument("run_dir", type=Path)
-    replay.add_argument("config", nargs="*", metavar="KEY=VALUE", help="what is to be different this time")
+    _add_run_dir(replay)
+    replay.add_argument(
+        "config",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides: what is to be different this time, such as algorithm.clip_high=0.3",
+    )
     replay.add_argument("--train-only", action="store_true", required=True, help="train, generate nothing")
     replay.add_argument("--from-step", type=int, default=0, metavar="S", help="begin with the checkpoint of step S")
     replay.add_argument("--to-step", type=int, default=0, metavar="T", help="the last step; all if not given")
-    replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN_DIR-replay if not given")
+    replay.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; RUN-replay if not given")
     replay.set_defaults(command=_replay)
 
 
@@ -173,16 +179,23 @@ def _add_slurm_commands(commands: Commands) -> None:
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="+", metavar="FILE|KEY=VALUE", help="YAML layers, then overrides such as seed=2"
+        "config",
+        nargs="+",
+        metavar="FILE|KEY=VALUE",
+        help="YAML files, of which later ones win over earlier ones, and overrides, which win over all files: "
+        "name=second for another run directory, trainer.total_steps=40, ...; `areal-hpc keys` lists them",
     )
 
 
-def _resolved(words: Sequence[str]) -> Config:
-    from areal_hpc.config.load import load, stated
-    from areal_hpc.config.resolve import resolve
+def _add_run_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run: run_root/name, as in runs/gsm8k")
 
-    paths, overrides = [Path(word) for word in words if "=" not in word], [word for word in words if "=" in word]
-    return resolve(load(paths, overrides), stated(paths, overrides))
+
+def _resolved(words: Sequence[str]) -> Config:
+    from areal_hpc.config.load import files_and_overrides
+    from areal_hpc.config.resolve import read_config
+
+    return read_config(*files_and_overrides(words))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -311,7 +324,7 @@ def _ledger(options: argparse.Namespace) -> int:
     run = RunDir.open(options.run_dir)
     proof = prove_run(run)
     print(json.dumps(proof.facts(), indent=1) if options.json else "\n".join(ledger_lines(run, proof)))
-    return 0 if proof.proven else EXIT_FAILED
+    return EXIT_DONE if proof.proven else EXIT_FAILED
 
 
 def _inspect(options: argparse.Namespace) -> int:

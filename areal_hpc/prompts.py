@@ -19,7 +19,6 @@ import importlib
 import inspect
 import json
 import os
-import re
 import typing
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from areal_hpc.config.paths import FROM_HERE, TASK
 from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.errors import DataError
+from areal_hpc.extras import optional
 from areal_hpc.types import Message, Prompt
 from areal_hpc.watermark import Watermark
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Split = Literal["train", "eval"]
 
-TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FORMS = "a .jsonl or .parquet file, a directory written by `save_to_disk`, or a task module:Class"
 
 
@@ -59,6 +59,7 @@ def open_dataset(config: PromptsConfig, split: Split, seed: int) -> Dataset:
 
     Raises:
         DataError: it is not there, is none of the four forms, is empty, or its rows are not prompts.
+        ConfigError: its form needs a package that is not installed.
     """
     name = config.train if split == "train" else config.eval
     dataset = _open(name, config, split, seed)
@@ -73,7 +74,7 @@ def _open(name: str, config: PromptsConfig, split: Split, seed: int) -> Dataset:
     if TASK.fullmatch(name):
         return TaskRows(name, split, seed, config.task_args)
     if not path.exists():
-        raise DataError(f"data set {name!r} does not exist; set prompts.{split} to {FORMS}")
+        raise DataError(f"data set {path.absolute()} does not exist ({FROM_HERE}); set prompts.{split} to {FORMS}")
     if path.is_dir():
         return DirectoryRows(path)
     if path.suffix == ".parquet":
@@ -123,7 +124,9 @@ class ParquetRows:
     """A Parquet file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        parquet, pyarrow = _extra("pyarrow.parquet"), _extra("pyarrow")
+        parquet, pyarrow = (
+            optional(name, extra="data", what="a Parquet data set") for name in ("pyarrow.parquet", "pyarrow")
+        )
         self.name = str(path)
         try:
             self._table = parquet.ParquetFile(path, memory_map=True).read()
@@ -143,7 +146,7 @@ class DirectoryRows:
     """One split that Hugging Face `datasets` wrote with `save_to_disk`."""
 
     def __init__(self, path: Path) -> None:
-        datasets = _extra("datasets")
+        datasets = optional("datasets", extra="data", what="a data set directory")
         self.name = str(path)
         if splits := sorted(str(found.parent.relative_to(path)) for found in path.glob("*/state.json")):
             names = ", ".join(splits)
@@ -187,13 +190,6 @@ class TaskRows:
 
     def __getitem__(self, row: int) -> Row:
         return typing.cast("Row", self._rows[row])
-
-
-def _extra(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise DataError(f"this form of data set needs {module}; run `pip install areal-hpc[data]`") from error
 
 
 def _imported(path: str) -> Any:

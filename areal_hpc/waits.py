@@ -2,7 +2,7 @@
 
     with waiting("a batch of 16 groups", "rollout-0", "rollout-1", limit_s=1800):     in any thread or task
         ...
-    advance("optimizer steps")
+    advance("steps trained")
 
     published()         a heartbeat tells it from a thread of its own, also of a thread that is stuck in a collective,
                         in the kernel, or in C code that let go of the interpreter

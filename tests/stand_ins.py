@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import areal_hpc.roles.attempts
 import areal_hpc.roles.generator
 import areal_hpc.roles.launcher
 import areal_hpc.roles.trainer
@@ -24,9 +25,10 @@ import areal_hpc.roles.wiring.episodes
 import areal_hpc.roles.wiring.training
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RewardError
+from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.fs import publish
 from areal_hpc.generation.scripted import ScriptedGenerator
-from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.types import Batch, Float32Array, Message, Prompt
 from areal_hpc.weights.membership import Membership
@@ -146,6 +148,7 @@ def install() -> None:
     """Put all of them where the roles look for the real ones."""
     areal_hpc.roles.generator.main = _idle
     areal_hpc.roles.launcher.preflight = lambda config: None
+    areal_hpc.roles.attempts.make_model = lambda config: None
     areal_hpc.roles.launcher.write_report = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes

@@ -18,6 +18,7 @@ from typing import Any
 
 from areal_hpc.cluster.hetjob import Job, render
 from areal_hpc.errors import SubmissionError
+from areal_hpc.extras import optional
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
 
     Raises:
         SubmissionError: sbatch refused it; carries what it said, and where the script is.
+        ConfigError: submitit is not installed.
     """
+    optional("submitit", extra="slurm", what="areal-hpc submit")
     from submitit.core import utils
     from submitit.slurm import slurm
 

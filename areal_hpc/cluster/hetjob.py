@@ -21,6 +21,7 @@ from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.derived import signal_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
+from areal_hpc.exits import EXIT_STOPPED
 
 FLAGS = tuple(
     field.name for field in fields(ComponentConfig) if field.name not in ("nodes", "cpus", "gpus", "exclusive", "raw")
@@ -91,8 +92,6 @@ HANDOVER = """\
 """
 """Where submitit of the next job will look for what it is to run; the directory's name also tells that there is one."""
 SIGNAL = "USR1"
-EXIT_STOPPED = 75
-"""Of a run that ended in order with more to do (EX_TEMPFAIL of sysexits.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +166,7 @@ def render(job: Job, command: str) -> str:
     """The batch script.
 
     Args:
-        command: a shell command, the run's launcher; exit code 75 means that it stopped with more to do.
+        command: a shell command, the run's launcher; exit code ``EXIT_STOPPED`` means that it stopped with more to do.
     """
     blocks = [
         "\n".join(f"#SBATCH {option}" for option in _options(job, number)) for number in range(len(job.components))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from areal_hpc.config.schema import Config
 from areal_hpc.fs import PRIVATE_FILE, AttemptDir, RunDir
 
 Process = subprocess.Popen[bytes]
+Key = tuple[str, int]
+"""A role and an index."""
 
 LAST_LINES = 15
 LAST_BYTES = 1 << 16
@@ -72,8 +74,8 @@ class LocalLauncher:
         self.threads = threads
         self.variables = variables
         self.host = host
-        self.running: dict[tuple[str, int], Process] = {}
-        self.num_starts = Counter[tuple[str, int]]()
+        self.running: dict[Key, Process] = {}
+        self.num_starts = Counter[Key]()
 
     @classmethod
     def of(cls, config: Config, run: RunDir, epoch: int, host: str = LOOPBACK) -> LocalLauncher:
@@ -131,26 +133,36 @@ class LocalLauncher:
         return last_lines(self.attempt.log(role, index))
 
     def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
-        """End everything within ``timeout_s`` seconds: trainers first, since they still write a checkpoint.
+        """End everything within ``timeout_s`` seconds, in the order of ``end_in_order``.
 
-        The engines and workers stay up until the trainers are gone, so that a weight update under way can end well.
         ``at_once`` is asked all the while; when it says so, whatever still runs is killed.
         """
-        deadline = time.monotonic() + timeout_s
-        trainers = {key: process for key, process in self.running.items() if key[0] == "trainer"}
-        ended = self._end(trainers, deadline - KILL_RESERVE_S, at_once)
-        return ended + self._end(dict(self.running), deadline, at_once)
+        ended: list[Ended] = []
 
-    def _end(
-        self, processes: Mapping[tuple[str, int], Process], deadline: float, at_once: Callable[[], bool]
-    ) -> list[Ended]:
-        for process in processes.values():
-            process.send_signal(signal.SIGTERM)
-        ended = []
-        for (role, index), process in processes.items():
-            ended.append(Ended(role, index, _wait_or_kill(process, deadline, at_once)))
-            del self.running[role, index]
+        def end(keys: Sequence[Key], deadline: float) -> None:
+            for key in keys:
+                self.running[key].send_signal(signal.SIGTERM)
+            for key in keys:
+                ended.append(Ended(*key, _wait_or_kill(self.running[key], deadline, at_once)))
+                del self.running[key]
+
+        end_in_order(self.running, end, timeout_s)
         return ended
+
+
+def end_in_order(running: Mapping[Key, object], end: Callable[[Sequence[Key], float], None], timeout_s: float) -> None:
+    """End what runs within ``timeout_s`` seconds: trainers first, since they still write a checkpoint.
+
+    The engines and workers stay up until the trainers are gone, so that a weight update under way can end well, and
+    have ``KILL_RESERVE_S`` at least.
+
+    Args:
+        running: by role and index; ``end`` takes out what has ended.
+        end: ends these, asking first and by force from a deadline on, in seconds of ``time.monotonic``.
+    """
+    deadline = time.monotonic() + timeout_s
+    end([key for key in running if key[0] == "trainer"], deadline - KILL_RESERVE_S)
+    end(list(running), deadline)
 
 
 def last_lines(log: Path) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal_hpc.cluster.components import Seat
-from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, last_lines
+from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, end_in_order, last_lines
 from areal_hpc.errors import AttemptFailed
 from areal_hpc.fs import AttemptDir, RunDir
 
@@ -197,10 +197,8 @@ class RemoteLauncher:
         return last_lines(self.attempt.log(role, index))
 
     def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
-        """End everything within ``timeout_s`` seconds, and then the agents: trainers first, as on one machine."""
-        deadline = time.monotonic() + timeout_s
-        self._end([key for key in self.running if key[0] == "trainer"], deadline - KILL_RESERVE_S, at_once)
-        self._end(list(self.running), deadline, at_once)
+        """End everything within ``timeout_s`` seconds as on one machine, and then the agents."""
+        end_in_order(self.running, lambda keys, deadline: self._end(keys, deadline, at_once), timeout_s)
         self._leave(LEAVE_S)
         ended, self._ended = self._ended, []
         return ended

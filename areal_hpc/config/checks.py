@@ -299,9 +299,7 @@ WITH_ALGORITHM: Final[tuple[Check, ...]] = (check_offline, check_pairs, check_co
 CHECKS: Final[tuple[Check, ...]] = (*ALWAYS, *WITH_EPISODES, *WITH_ALGORITHM)
 
 
-def problems_of(config: Config) -> Iterator[str]:
-    """All that does not fit together, each with what to do."""
+def checks_of(config: Config) -> tuple[Check, ...]:
+    """Those that have something to say of it."""
     known = config.algorithm.name in RECIPES  # else there is one problem more, and no telling what it reads
-    chosen = (*ALWAYS, *(() if is_offline(config.algorithm) else WITH_EPISODES), *(WITH_ALGORITHM if known else ()))
-    for check in chosen:
-        yield from check(config)
+    return (*ALWAYS, *(() if is_offline(config.algorithm) else WITH_EPISODES), *(WITH_ALGORITHM if known else ()))

@@ -71,7 +71,7 @@ def parse_layout(text: str) -> Layout:
     trainers = [side for side in sides if side.backend in TRAINERS]
     if len(engines) != 1 or len(trainers) != 1:
         raise ConfigError(
-            f"layout {text!r} names {len(engines)} engines and {len(trainers)} trainers; write one of each, "
+            f"{text!r} names {len(engines)} engines and {len(trainers)} trainers; write one of each, "
             "such as sglang:d4t2+megatron:d2p2t2"
         )
     return Layout(engine=engines[0], trainer=trainers[0])
@@ -169,7 +169,7 @@ def _trainer_backend(trainer: Allocation) -> TrainerBackendName:
         return TrainerBackendName(trainer.backend)
     if trainer.world_size != trainer.dp:
         raise ConfigError(
-            f"layout: fsdp is run by the reference backend, which is data-parallel only; "
+            f"fsdp is run by the reference backend, which is data-parallel only; "
             f"write fsdp:d{trainer.world_size}, or use megatron for tensor and context parallelism"
         )
     return TrainerBackendName.REFERENCE

@@ -3,7 +3,8 @@
     load([Path("gsm8k.yaml"), Path("site.yaml")], ["algorithm.clip_high=0.28"])
 
 Whatever is wrong is one ConfigError that lists every problem with its dotted key, its place, and the nearest valid
-names. This file knows dataclasses, not knobs.
+names. ``drafted`` goes on instead, with stand-ins for what cannot be used, for ``resolve`` to find what else is wrong.
+This file knows dataclasses, not knobs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,38 @@ import functools
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.config.keys import REQUIRED, default_of, help_of, hints, keys, type_name
-from areal_hpc.config.problems import did_you_mean, raise_if_any
+from areal_hpc.config.problems import did_you_mean, near_keys, raise_if_any
 from areal_hpc.config.schema import Config
 from areal_hpc.config.source import Sourced, read_file, read_override
+from areal_hpc.errors import ConfigError
+from areal_hpc.fs import NAME
+
+
+def files_and_overrides(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """What was typed: a word with ``=`` is an override, every other one a file.
+
+    Raises:
+        ConfigError: words that are neither; says of each what was probably meant.
+    """
+    overrides = [word for word in words if "=" in word]
+    paths = [Path(word) for word in words if "=" not in word]
+    strays = [path for path in paths if path.suffix not in (".yaml", ".yml") and not path.exists()]
+    raise_if_any([f"{path} is neither a file nor KEY=VALUE; {_probably(str(path))}" for path in strays])
+    return paths, overrides
+
+
+def _probably(word: str) -> str:
+    if word in keys():
+        return f"write {word}={type_name(keys()[word].type)}"
+    if "." in word and (near := did_you_mean(word, keys())):
+        return f"an override is written with `=`{near}"
+    return f"to name the run, write name={word}" if NAME.fullmatch(word) else "check the path"
 
 
 def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
@@ -34,14 +58,21 @@ def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def stated(paths: Sequence[Path], overrides: Sequence[str] = ()) -> frozenset[str]:
-    """The dotted keys that somebody wrote, whatever their values; raises as ``load``."""
-    return frozenset(_written(read(paths, overrides), ""))
-
-
 def read(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Sourced:
-    """All layers merged into one mapping, not yet typed."""
-    layers = [*map(read_file, paths), *map(read_override, overrides)]
+    """All layers merged into one mapping, not yet typed.
+
+    Raises:
+        ConfigError: names every layer that cannot be read, and why.
+    """
+    layers: list[Sourced] = []
+    problems: list[str] = []
+    readers = [functools.partial(read_file, path) for path in paths]
+    for read_layer in [*readers, *(functools.partial(read_override, text) for text in overrides)]:
+        try:
+            layers.append(read_layer())
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_if_any(problems)
     return functools.reduce(_merged, layers, Sourced({}, "nowhere"))
 
 
@@ -54,12 +85,17 @@ def _merged(below: Sourced, above: Sourced) -> Sourced:
     return Sourced(entries, above.where)
 
 
-def _written(tree: Sourced, prefix: str) -> Iterator[str]:
+def places(tree: Sourced) -> dict[str, str]:
+    """Where each dotted key was written that somebody wrote."""
+    return dict(_written(tree, ""))
+
+
+def _written(tree: Sourced, prefix: str) -> Iterator[tuple[str, str]]:
     for key, item in tree.value.items():
         if isinstance(item.value, dict):
             yield from _written(item, f"{prefix}{key}.")
         else:
-            yield prefix + key
+            yield prefix + key, item.where
 
 
 def build(section: type, tree: Sourced) -> Any:
@@ -68,17 +104,35 @@ def build(section: type, tree: Sourced) -> Any:
     Raises:
         ConfigError: a key that the section does not have, one that it needs, or a value of another type.
     """
+    draft = drafted(section, tree)
+    raise_if_any(draft.problems)
+    return draft.section
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A section as far as it could be built."""
+
+    section: Any
+    """With a default, or anything, in the place of what cannot be used."""
+    problems: Sequence[str]
+    unusable: frozenset[str]
+    """Dotted keys, and sections, whose values stand in for others."""
+
+
+def drafted(section: type, tree: Sourced) -> Draft:
+    """What ``build`` would make, and all that it would refuse."""
     builder = _Builder(section)
     built = builder.section(section, tree, "", REQUIRED)
-    raise_if_any(builder.problems)
-    return built
+    return Draft(section=built, problems=builder.problems, unusable=frozenset(builder.unusable))
 
 
 class _Builder:
-    """Builds what it can and notes what it cannot; the result counts only if ``problems`` stayed empty."""
+    """Builds what it can, and notes what it cannot."""
 
     def __init__(self, root: type) -> None:
         self.problems: list[str] = []
+        self.unusable: set[str] = set()
         self._root = root
 
     def section(self, section: type, given: Sourced | None, prefix: str, default: Any) -> Any:
@@ -87,7 +141,7 @@ class _Builder:
         if not isinstance(entries, dict):
             assert given is not None
             self._mismatch(prefix.removesuffix("."), "a section with keys of its own", given)
-            return None
+            return _Builder(self._root).section(section, None, prefix, default)  # whose problems are this one's
         known = hints(section)
         for name, item in entries.items():
             if name not in known:
@@ -106,6 +160,7 @@ class _Builder:
         if default is REQUIRED:
             meaning = help_of(key, self._root).removesuffix(".")
             self.problems.append(f"{key}: required but missing ({meaning}); set it in a file or as `{key}=...`")
+            self.unusable.add(key)
         return default
 
     def _value(self, hint: Any, given: Sourced, key: str, expected: str = "") -> Any:
@@ -130,9 +185,11 @@ class _Builder:
 
     def _unknown(self, key: str, siblings: Collection[str], where: str) -> None:
         suggestion = did_you_mean(key, keys(self._root), siblings)
+        self.unusable.update(near_keys(key, keys(self._root), siblings))  # one of them may have been meant
         self.problems.append(f"{key}: unknown key ({where}){suggestion or '; remove it'}")
 
     def _mismatch(self, key: str, expected: str, given: Sourced) -> None:
+        self.unusable.add(key.partition("[")[0])
         advice = _advice(expected, given.value)
         self.problems.append(f"{key}: expected {expected}, got {_described(given.value)} ({given.where}){advice}")
 

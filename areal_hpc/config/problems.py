@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from areal_hpc.errors import ConfigError
 
 MAX_SHOWN = 20
+DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+"""A key in a text."""
 
 
 def raise_if_any(problems: Sequence[str]) -> None:
@@ -27,7 +30,13 @@ def raise_if_any(problems: Sequence[str]) -> None:
 
 
 def did_you_mean(name: str, known: Collection[str], siblings: Collection[str] = ()) -> str:
-    """`; did you mean ...?` with up to three keys near to the dotted ``name``, or nothing.
+    """`; did you mean ...?` with up to three keys near to the dotted ``name``, or nothing; see ``near_keys``."""
+    near = near_keys(name, known, siblings)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def near_keys(name: str, known: Collection[str], siblings: Collection[str] = ()) -> list[str]:
+    """Up to three keys near to the dotted ``name``.
 
     First comes a right name under a wrong section (`trainer.lr` for `trainer.optimizer.lr`), then a near name in the
     same section, and only without these what looks alike among all.
@@ -39,5 +48,18 @@ def did_you_mean(name: str, known: Collection[str], siblings: Collection[str] = 
     prefix, _, last = name.rpartition(".")
     near = [key for key in known if key.rpartition(".")[2] == last]
     near += [f"{prefix}.{field}".lstrip(".") for field in difflib.get_close_matches(last, siblings)]
-    near = near or difflib.get_close_matches(name, known)
-    return f"; did you mean {' or '.join(near[:3])}?" if near else ""
+    return (near or difflib.get_close_matches(name, known))[:3]
+
+
+def placed(problem: str, places: Mapping[str, str]) -> str:
+    """A problem that begins with its key, and where what it speaks of was written, as far as somebody wrote it.
+
+    Args:
+        places: by dotted key.
+    """
+    subject = problem.partition(":")[0]
+    named = dict.fromkeys([subject, *DOTTED.findall(problem)])
+    told = {key: places[key] for key in named if key in places}
+    if list(told) == [subject]:
+        return f"{problem} ({told[subject]})"
+    return f"{problem} ({'; '.join(f'{key}: {where}' for key, where in told.items())})" if told else problem

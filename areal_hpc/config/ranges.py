@@ -121,12 +121,12 @@ RANGES: Final[Mapping[str, str]] = {
 """As mathematicians write it: brackets include the end, parentheses do not."""
 
 
-def out_of_range(config: Config) -> Iterator[str]:
-    """One problem for each number outside of its interval; null is in every interval."""
+def out_of_range(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and problem for each number outside of its interval; null, and what is no number, is in every one."""
     for name, interval in RANGES.items():
         number = value_of(config, name)
-        if number is not None and not _within(number, interval):
-            yield f"{name}: {number} is not in {interval}; choose a value inside"
+        if isinstance(number, int | float) and not _within(number, interval):
+            yield name, f"{name}: {number} is not in {interval}; choose a value inside"
 
 
 def _within(number: float, interval: str) -> bool:

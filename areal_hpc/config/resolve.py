@@ -1,77 +1,120 @@
 """Whether the values of a configuration fit each other: everything that no single key can know.
 
-    config = resolve(load(paths, overrides), stated(paths, overrides))
+    config = read_config(paths, overrides)
 
 First the layout fills its sections, the algorithm's recipe what it sets, ``deterministic`` what it needs. Then every
-number is held against its range, then each cross-check has its say. A range that is broken ends the pass, so that the
-cross-checks may divide; otherwise one error lists all problems.
+number is held against its range, and each cross-check has its say, unless it reads a value that has proved unusable by
+then: of another type, out of range, or written under a name that is none. One error lists all problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from areal_hpc.config.checks import problems_of
+from areal_hpc.config.checks import checks_of
 from areal_hpc.config.keys import keys, value_of, with_value
 from areal_hpc.config.layout import parse_layout, settings
-from areal_hpc.config.problems import raise_if_any
+from areal_hpc.config.load import drafted, places, read
+from areal_hpc.config.problems import placed, raise_if_any
 from areal_hpc.config.ranges import out_of_range
+from areal_hpc.config.reading import problems_of
 from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
 
+FILLED_BY_LAYOUT = {"generation", "trainer"}
 ONE_AT_A_TIME = ("generation.max_running", 1)
 """What ``deterministic`` sets: the rounding of a matrix product depends on how many rows it has."""
+
+
+def read_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """The configuration that the files and then the overrides describe, complete and checked.
+
+    Raises:
+        ConfigError: lists all that is wrong with it, with file and line; or every layer that cannot be read.
+    """
+    tree = read(paths, overrides)
+    draft, written = drafted(Config, tree), places(tree)
+    resolving = _Resolving(draft.section, written, set(draft.unusable))
+    resolving.run()
+    raise_if_any([*draft.problems, *(placed(problem, written) for problem in resolving.problems)])
+    return resolving.config
 
 
 def resolve(config: Config, stated: Collection[str] = ()) -> Config:
     """The configuration with its layout applied, checked.
 
     Args:
-        stated: keys that somebody wrote (``load.stated``). Layout and recipe fill keys at their defaults; with this, it
+        stated: keys that somebody wrote (``load.places``). Layout and recipe fill keys at their defaults; with this, it
             is also noticed when somebody wrote the default and they say otherwise.
 
     Raises:
-        ConfigError: lists every value that is out of range, or else every disagreement between values.
+        ConfigError: lists every value that is out of range and every disagreement between values.
     """
-    config = _with_layout(config, stated)
-    config = _with_recipe(config, stated)
-    if config.deterministic and not is_offline(config.algorithm):
-        config = with_value(config, *ONE_AT_A_TIME)
-    raise_if_any(list(out_of_range(config)))
-    raise_if_any(list(problems_of(config)))
-    return config
+    resolving = _Resolving(config, stated)
+    resolving.run()
+    raise_if_any(resolving.problems)
+    return resolving.config
 
 
-def _with_layout(config: Config, stated: Collection[str]) -> Config:
-    if not config.layout:
-        return config
-    return _filled(config, settings(parse_layout(config.layout)), stated, f"layout {config.layout}")
+@dataclass(slots=True)
+class _Resolving:
+    """A configuration on its way, and what was found wrong with it so far."""
 
+    config: Config
+    stated: Collection[str]
+    unusable: set[str] = field(default_factory=set)
+    """Keys and sections whose values stand in for what nobody knows."""
+    problems: list[str] = field(default_factory=list)
 
-def _with_recipe(config: Config, stated: Collection[str]) -> Config:
-    """What the algorithm's name fixes, and for what nobody wrote, what is usual with it."""
-    recipe = RECIPES.get(config.algorithm.name)
-    if recipe is None:
-        return config  # a check names it beside all other problems
-    config = _filled(config, recipe.fixed, stated, f"algorithm.name {config.algorithm.name} ({recipe.paper})")
-    for name, usual in recipe.usual.items():
-        if _untouched(config, name, stated):
-            config = with_value(config, name, usual)
-    return config
+    def run(self) -> None:
+        self._apply_layout()
+        self._apply_recipe()
+        is_deterministic = self.config.deterministic is True  # it may be anything that somebody wrote
+        if is_deterministic and not is_offline(self.config.algorithm):
+            self.config = with_value(self.config, *ONE_AT_A_TIME)
+        for name, problem in out_of_range(self.config):
+            if name not in self.unusable:
+                self.problems.append(problem)
+                self.unusable.add(name)
+        self.problems += problems_of(checks_of(self.config), self.config, self.unusable)
 
+    def _apply_layout(self) -> None:
+        layout = self.config.layout
+        if "layout" in self.unusable:
+            self.unusable |= FILLED_BY_LAYOUT
+        elif layout:
+            try:
+                self._fill(settings(parse_layout(layout)), f"layout {layout}")
+            except ConfigError as error:
+                self.problems.append(f"layout: {error}")
+                self.unusable |= FILLED_BY_LAYOUT
 
-def _filled(config: Config, wanted: Mapping[str, Any], stated: Collection[str], by: str) -> Config:
-    """The configuration with the ``wanted`` values, which nobody may have written otherwise."""
-    problems = []
-    for name, value in wanted.items():
-        found = value_of(config, name)
-        if found != value and not _untouched(config, name, stated):
-            problems.append(f"{name}: {found} disagrees with {by}, which says {value}; change either")
-        config = with_value(config, name, value)
-    raise_if_any(problems)
-    return config
+    def _apply_recipe(self) -> None:
+        """What the algorithm's name fixes, and for what nobody wrote, what is usual with it."""
+        if self.unusable & {"algorithm", "algorithm.name"}:
+            self.unusable.add("algorithm")
+            self.config = with_value(self.config, "algorithm.name", keys()["algorithm.name"].default)
+            return
+        recipe = RECIPES.get(self.config.algorithm.name)
+        if recipe is None:
+            return  # a check names it beside all other problems
+        self._fill(recipe.fixed, f"algorithm.name {self.config.algorithm.name} ({recipe.paper})")
+        for name, usual in recipe.usual.items():
+            if self._untouched(name):
+                self.config = with_value(self.config, name, usual)
 
+    def _fill(self, wanted: Mapping[str, Any], by: str) -> None:
+        """Set the ``wanted`` values, which nobody may have written otherwise."""
+        for name, value in wanted.items():
+            found = value_of(self.config, name)
+            if found != value and not self._untouched(name) and name not in self.unusable:
+                self.problems.append(f"{name}: {found} disagrees with {by}, which says {value}; change either")
+                self.unusable.add(name)
+            self.config = with_value(self.config, name, value)
 
-def _untouched(config: Config, name: str, stated: Collection[str]) -> bool:
-    return name not in stated and value_of(config, name) == keys()[name].default
+    def _untouched(self, name: str) -> bool:
+        return name not in self.stated and value_of(self.config, name) == keys()[name].default

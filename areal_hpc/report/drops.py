@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from areal_hpc.report.text import MISSING, count
+from areal_hpc.report.text import MISSING, count, one_line
 from areal_hpc.telemetry import Record
-from areal_hpc.telemetry.logs import escape
 from areal_hpc.types import Drop
 
 WARN_AFTER = 32
@@ -51,9 +50,8 @@ class Drops:
         """How many samples failed and why the last one did, in one line of ASCII; empty while none has."""
         if not self.failures:
             return ""
-        reason = escape(self._last_failure).encode("ascii", "backslashreplace").decode()
         what = "1 sample" if self.failures == 1 else f"{count(self.failures)} samples"
-        return f"{what} failed so far, the last by {reason}"
+        return f"{what} failed so far, the last by {one_line(self._last_failure)}"
 
     def warning(self) -> str:
         """What is wrong while no group is kept; empty where all is well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -12,7 +12,7 @@ import yaml
 from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
-from areal_hpc.report.text import MISSING, count, duration, number, percent
+from areal_hpc.report.text import MISSING, count, duration, number, one_line, percent
 from areal_hpc.report.usage import usage_of, usage_rows
 from areal_hpc.telemetry import Record, RecordReader
 
@@ -46,6 +46,7 @@ def write_report(run: RunDir, stream: TextIO | None = None, *, ask: bool = False
         rows += usage_rows(usage, used["usage"])
     if num_damaged := sum(reader.num_damaged for reader in readers):
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
+    rows += [("next", text) for text in next_steps(summary, run)]
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))
     _print(f"run {run.root.name}", rows, stream or sys.stdout)
     return summary
@@ -71,20 +72,17 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
     """The summary as (name, text) rows."""
     facts: dict[str, Any] = summary.facts()
     if summary.is_offline:
-        return _offline_table(facts, total_steps)
+        return _offline_table(summary, facts, total_steps)
     groups = [
         f"{name} {count(number)}"
         for name, number in summary.group_counts().items()
         if number is not None and (number or name in ALWAYS_TOLD)
     ]
     return [
-        *_course(facts, total_steps),
+        *_course(summary, facts, total_steps),
         ("reward", f"{number(facts['reward_first'])} (first 10 steps) to {number(facts['reward_last'])} (last 10)"),
-        (
-            "evaluation",
-            f"first {number(facts['evaluation_first'])}, last {number(facts['evaluation_last'])},"
-            f" best {number(facts['evaluation_best'])} at step {count(facts['evaluation_best_step'])}",
-        ),
+        *([("evaluation", _evaluation_text(facts))] if summary.evaluations else []),
+        *([("not evaluated", _failed_text(summary.failed_evaluations))] if summary.failed_evaluations else []),
         (
             "staleness",
             f"mean {number(facts['staleness_mean'])}, max {number(facts['staleness_max'])},"
@@ -104,30 +102,63 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
     ]
 
 
-def _course(facts: dict[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
+def _course(summary: Summary, facts: Mapping[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
     return [
         ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
-        ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
+        ("attempts", _attempts_text(summary)),
+        *([("restarts", _restarts_text(summary))] if summary.restarts else []),
         ("steps", f"{count(facts['last_step'])} of {count(total_steps)}"),
     ]
 
 
-def _offline_table(facts: dict[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
+def _offline_table(summary: Summary, facts: Mapping[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
     """What there is to tell where nothing was generated."""
     accuracy = facts["evaluation_accuracy_last"]
     return [
-        *_course(facts, total_steps),
+        *_course(summary, facts, total_steps),
         ("loss", f"{number(facts['loss_first'])} (first 10 steps) to {number(facts['loss_last'])} (last 10)"),
         (
             "evaluation",
-            f"loss first {number(facts['evaluation_first'])}, last {number(facts['evaluation_last'])},"
-            f" best {number(facts['evaluation_best'])} at step {count(facts['evaluation_best_step'])}"
-            + ("" if accuracy is None else f"; accuracy {number(accuracy)}"),
+            f"loss {_evaluation_text(facts)}" + ("" if accuracy is None else f"; accuracy {number(accuracy)}"),
         ),
         ("tokens", f"{count(facts['tokens_trained'])} trained"),
         ("speed", f"{count(facts['tokens_trained_per_s'])} tokens trained per second"),
         ("time", f"{duration(facts['seconds'])} in steps: {percent(facts['train_share'])} training"),
     ]
+
+
+def _attempts_text(summary: Summary) -> str:
+    in_vain = summary.num_attempts_in_vain
+    text = f"{summary.num_attempts}, {summary.num_steps_taken_back} steps taken back by restarts"
+    if summary.outcome != "failed" or in_vain < 2:
+        return text
+    return f"{text}; the last {in_vain} in a row made no step"
+
+
+def _restarts_text(summary: Summary) -> str:
+    return ", ".join(f"{process} {times}" for process, times in sorted(summary.restarts.items()))
+
+
+def _evaluation_text(facts: Mapping[str, Any]) -> str:
+    return (
+        f"first {number(facts['evaluation_first'])}, last {number(facts['evaluation_last'])},"
+        f" best {number(facts['evaluation_best'])} at step {count(facts['evaluation_best_step'])}"
+    )
+
+
+def _failed_text(failed: Mapping[int, str]) -> str:
+    steps = ", ".join(map(count, failed))
+    return f"step{'s' if len(failed) > 1 else ''} {steps}: {one_line(failed[max(failed)])}"
+
+
+def next_steps(summary: Summary, run: RunDir) -> Iterator[str]:
+    """What a person may want to do now, one command a line."""
+    if summary.outcome == "failed":
+        yield f"`areal-hpc why {run.root}` tells who waited for whom when it ended"
+    if summary.outcome in ("failed", "stopped", "aborted"):
+        yield "the same command with --resume goes on from the newest checkpoint"
+    if summary.num_attempts > 1 and summary.steps.size:
+        yield f"`areal-hpc ledger {run.root}` proves that no prompt was lost or trained on twice"
 
 
 def _print(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:

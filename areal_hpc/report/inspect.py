@@ -7,6 +7,7 @@ of tools) is dim or marked ``[-]``. Text of a model may contain anything, so con
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -134,9 +135,10 @@ def _lines(
         trajectories = archived.groups[g].trajectories
         prompt = _prompt(trajectories)
         yield from picture.lines(prompt, np.full(prompt.size, NOT_SAMPLED))
+        names = _names([trajectory.episode for trajectory in trajectories])
         for n, trajectory in enumerate(trajectories):
             if episode in (None, trajectory.episode):
-                yield _episode_line(archived, starts[g] + n, trajectory)
+                yield _episode_line(archived, starts[g] + n, trajectory, names[n])
                 start = prompt.size if np.array_equal(trajectory.token_ids[: prompt.size], prompt) else 0
                 yield from picture.lines(trajectory.token_ids[start:], trajectory.versions[start:])
 
@@ -174,9 +176,19 @@ def _prompt(trajectories: Sequence[Trajectory]) -> NDArray[np.int32]:
     return first.token_ids[: int(first.loss_mask.argmax()) if first.loss_mask.any() else first.token_ids.size]
 
 
-def _episode_line(archived: ArchivedStep, n: int, trajectory: Trajectory) -> str:
+def _names(episodes: Sequence[int]) -> list[str]:
+    """What each trajectory of a group is called: its episode, and which turn of it where the episode left several."""
+    total, turns, names = Counter(episodes), Counter[int](), []
+    for episode in episodes:
+        turns[episode] += 1
+        turn = f", turn {turns[episode]} of {total[episode]}" if total[episode] > 1 else ""
+        names.append(f"episode {episode}{turn}")
+    return names
+
+
+def _episode_line(archived: ArchivedStep, n: int, trajectory: Trajectory, name: str) -> str:
     return (
-        f"  episode {trajectory.episode}: reward {number(trajectory.reward)}, "
+        f"  {name}: reward {number(trajectory.reward)}, "
         f"advantage {_known(archived.step.advantages[n])}, {trajectory.stop}, "
         f"{count(trajectory.num_generated)} tokens generated, log-prob gap {_gap(archived, n, trajectory)}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from areal_hpc.report.drops import Drops
-from areal_hpc.report.text import count, duration, number, percent
+from areal_hpc.report.text import count, duration, number, one_line, percent
 from areal_hpc.telemetry import Record
 
 WINDOW = 10
@@ -131,7 +131,7 @@ class Progress:
     def _online_parts(self) -> tuple[str, ...]:
         return (
             f"reward {number(self.latest('reward_mean'))} (mean {number(self.reward_moving)})",
-            f"eval {evaluation_text(self.evaluation)}",
+            f"eval {evaluation_text(self.evaluation).partition(':')[0]}",
             f"staleness {number(self.latest('staleness_mean'))} max {number(self.latest('staleness_max'))}",
             f"tokens/s {count(self.generation_rate)} gen {count(self.latest('train_tokens_per_s'))} train",
             f"ring {percent(self.latest('ring_fill'))}",
@@ -149,9 +149,11 @@ def restart_text(restart: Record) -> str:
 
 
 def evaluation_text(evaluation: Record | None) -> str:
-    """The mean reward of an evaluation, or its loss where there are none, and the step that it belongs to."""
+    """What an evaluation measured (its mean reward, or its loss), or why it could not, and the step it belongs to."""
     if evaluation is None:
         return number(None)
+    if (reason := evaluation.values.get("reason")) is not None:
+        return f"failed at step {count(evaluation.number('step'))}: {one_line(str(reason))}"
     return f"{_measured(evaluation)} at step {count(evaluation.number('step'))}"
 
 

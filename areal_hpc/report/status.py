@@ -104,8 +104,8 @@ def _state_text(attempt: AttemptDir, job: JobView | None) -> str:
     state: dict[str, Any] | None = read_if_listed(attempt.state)
     if state is None:
         return "starting, no state file yet"
-    text = str(state["state"])
-    if text not in ALIVE:
+    text = ": ".join(filter(None, (str(state["state"]), state.get("about"))))
+    if state["state"] not in ALIVE:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"

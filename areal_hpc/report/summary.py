@@ -78,9 +78,12 @@ class Summary:
     steps: NDArray[np.int64]  # [S], ascending
     columns: Mapping[str, Series]  # each [S]
     evaluations: tuple[Evaluation, ...]  # ascending by step
+    failed_evaluations: Mapping[int, str]  # step -> why not one sample of it succeeded
     attempt_starts: tuple[int, ...]  # first step of each attempt that made one, but the first
     num_attempts: int
+    num_attempts_in_vain: int  # the newest in a row that made no step
     num_steps_taken_back: int
+    restarts: Mapping[str, int]  # of processes that were replaced while the attempt went on, by name
     group_outcomes: Mapping[str, int]
     outcome: str | None  # how the newest attempt ended, where its launcher said so
     is_offline: bool = False  # trained on given answers: no rewards, no rollouts, no engines
@@ -94,6 +97,8 @@ class Summary:
         return {
             "outcome": self.outcome,
             "attempts": self.num_attempts,
+            "attempts_in_vain": self.num_attempts_in_vain,
+            "restarts": sum(self.restarts.values()),
             "last_step": int(self.steps[-1]) if self.steps.size else None,
             "steps_taken_back": self.num_steps_taken_back,
             **self._reward_facts(),
@@ -134,6 +139,7 @@ class Summary:
             "evaluation_best": best.value if best else None,
             "evaluation_best_step": best.step if best else None,
             "evaluation_accuracy_last": found[-1].accuracy if found else None,
+            "evaluations_failed": len(self.failed_evaluations),
         }
 
 
@@ -142,9 +148,10 @@ class _Gathered:
     """What of the records has to be kept until all are seen."""
 
     rows: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)  # (epoch, step) -> COLUMNS
-    evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict)  # step -> (epoch, evaluation)
+    evaluations: dict[int, tuple[int, Evaluation | str]] = field(default_factory=dict)  # step -> (epoch, it or reason)
     epochs: set[int] = field(default_factory=set)
     outcomes: Counter[str] = field(default_factory=Counter)
+    restarts: Counter[str] = field(default_factory=Counter)
     ending: tuple[int, str | None] = (-1, None)  # (epoch, last event of its launcher)
     offline: bool = False
     last_seen: dict[int, float] = field(default_factory=dict)
@@ -161,15 +168,18 @@ class _Gathered:
             self._take_evaluation(record, int(step))
         elif record.kind == "group":
             self.outcomes[str(record.values.get("outcome"))] += 1
-        elif record.kind == "restart" and record.values.get("process") == "run":
+        elif record.kind == "restart" and (process := str(record.values.get("process"))) != "run":
+            self.restarts[process] += 1
+        elif record.kind == "restart":
             self.failures[record.epoch - 1] = str(record.values.get("reason"))
         elif record.kind == "run" and record.epoch >= self.ending[0]:
             self.ending = (record.epoch, str(record.values.get("event")))
 
     def _take_evaluation(self, record: Record, step: int) -> None:
+        if self.evaluations.get(step, (-1,))[0] > record.epoch:
+            return
         reward, loss, samples = (record.number(name) for name in ("reward_mean", "loss", "samples"))
-        known = reward is not None or loss is not None
-        if known and self.evaluations.get(step, (-1,))[0] <= record.epoch:
+        if reward is not None or loss is not None:
             found = Evaluation(
                 step=step,
                 samples=None if samples is None else int(samples),
@@ -178,6 +188,8 @@ class _Gathered:
                 accuracy=record.number("accuracy"),
             )
             self.evaluations[step] = (record.epoch, found)
+        elif (reason := record.values.get("reason")) is not None:
+            self.evaluations[step] = (record.epoch, str(reason))
 
 
 def summarise(records: Iterable[Record]) -> Summary:
@@ -191,15 +203,19 @@ def summarise(records: Iterable[Record]) -> Summary:
         for epoch, step in gathered.rows
         if all(step < start for later, start in starts.items() if later > epoch)
     )
+    evaluated = [(step, found) for step, (_, found) in sorted(gathered.evaluations.items())]
     table = np.array([gathered.rows[epoch, step] for step, epoch in counted], dtype=np.float64)
     table = table.reshape(len(counted), len(COLUMNS))
     return Summary(
         steps=np.array([step for step, _ in counted], dtype=np.int64),
         columns={key: table[:, place] for place, key in enumerate(COLUMNS)},
-        evaluations=tuple(evaluation for _, (_, evaluation) in sorted(gathered.evaluations.items())),
+        evaluations=tuple(found for _, found in evaluated if isinstance(found, Evaluation)),
+        failed_evaluations={step: found for step, found in evaluated if isinstance(found, str)},
         attempt_starts=tuple(start for _, start in sorted(starts.items())[1:]),
         num_attempts=len(gathered.epochs),
+        num_attempts_in_vain=sum(epoch > max(starts, default=0) for epoch in gathered.epochs),
         num_steps_taken_back=len(gathered.rows) - len(counted),
+        restarts=dict(gathered.restarts),
         group_outcomes=dict(gathered.outcomes),
         outcome=gathered.ending[1],
         is_offline=gathered.offline,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from areal_hpc.telemetry.logs import escape
+
 MISSING = "-"
 
 
@@ -28,3 +30,8 @@ def duration(seconds: float | None) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days} d {hour}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+
+
+def one_line(text: str) -> str:
+    """What somebody else wrote, such as an exception's message, without line breaks, control bytes and non-ASCII."""
+    return escape(text).encode("ascii", "backslashreplace").decode()

@@ -33,8 +33,9 @@ def why_lines(
     limits, names = _limits(run), _names(attempt)
     state, owner = state_of(run, attempt.epoch)
     lives = state in ALIVE and not owner.is_gone()
-    head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives)}"
     told = attempt.stall.read_text(encoding="utf-8").splitlines() if attempt.stall.is_file() else []
+    about = None if told else (read_if_listed(attempt.state) or {}).get("about")  # the watchdog has told more
+    head = f"run {run.root.name}, attempt {attempt.epoch}: {_state_text(state, lives, about)}"
     observer = Observer(attempt, silent_s=SILENT_S, start_s=limits.start_s, at_once=True, clock=clock)
     seen = _observe(observer, names, sleep, clock) if lives else _last_words(attempt, names)
     if not lives:
@@ -52,10 +53,10 @@ def _explained(seen: Sequence[Seen], quiet_s: float) -> list[str]:
     return [*explanation.text().splitlines(), root, "all waits:", *(f"  {line}" for line in waits or ["none"])]
 
 
-def _state_text(state: str, lives: bool) -> str:
-    if lives:
-        return state
-    return f"{'its launcher is gone' if state in ALIVE else state}; this is what was last said"
+def _state_text(state: str, lives: bool, about: str | None) -> str:
+    """``about``: what a launcher does while nobody else is there, or why an attempt failed."""
+    text = ": ".join(filter(None, (state if lives or state not in ALIVE else "its launcher is gone", about)))
+    return text if lives else f"{text}; this is what was last said"
 
 
 def _names(attempt: AttemptDir) -> list[str]:

@@ -1,8 +1,8 @@
 """The attempts of one ``areal-hpc run``: each has an epoch of its own and goes on from the newest checkpoint.
 
-    claim an epoch ── start, watch and end its processes ── done, or stopped ── that is how the run went
-          ↑                                  │
-          └──── limits.attempts allows ──────┘ a trainer rank died, or nobody got on any more
+    claim an epoch ── make the model, once ── start, watch and end its processes ── done, or stopped: how the run went
+          ↑                                                 │
+          └────────────── limits.attempts allows ───────────┘ a trainer rank died, or nobody got on any more
 
 Attempts that commit new steps may follow each other for ever. A person's mistake, a process that was replaced too
 often, a stop request or another owner end the run whatever the limit says.
@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
@@ -24,16 +25,18 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
-from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json
+from areal_hpc.exits import EXIT_STALLED
+from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.guard import Guard
-from areal_hpc.roles.process import EXIT_STALLED
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
+from areal_hpc.roles.wiring.engines import make_model
 from areal_hpc.roles.wiring.launchers import make_launcher
+from areal_hpc.roles.wiring.preflight import check_made
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
@@ -75,9 +78,9 @@ class Attempts:
         return outcome
 
     def _attempt(self, epoch: int, owner: Mapping[str, Any], after: int) -> str:
-        """Run attempt ``epoch``; whatever happens, its state does not stay "running"."""
+        """Run attempt ``epoch``; whatever happens, its state does not stay "running", and says why it failed."""
         attempt = self.run.attempt(epoch).create()
-        outcome = "failed"
+        outcome, why = "failed", ""
         publish_json(attempt.state, {"state": RUNNING, **owner})
         with closing(Recorder(attempt.records("launcher", 0), role="launcher", index=0, epoch=epoch)) as recorder:
             try:
@@ -89,14 +92,34 @@ class Attempts:
                 create_exclusive(self.run.token, secrets.token_urlsafe(32).encode())
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
-                outcome = self.supervise(epoch, recorder.record)
+                has_model = self._make_model(attempt, owner)
+                outcome = self.supervise(epoch, recorder.record) if has_model else "stopped"
             except (AttemptFailed, Stalled) as died:
+                why = in_short(died)
                 self._require_another(epoch, died)
                 outcome = RESTARTING
+            except BaseException as error:
+                why = in_short(error)
+                raise
             finally:
-                publish_json(attempt.state, {"state": outcome, **owner})
+                publish_json(attempt.state, {"state": outcome, "about": why, **owner})
                 recorder.record("run", {"event": outcome})
         return outcome
+
+    def _make_model(self, attempt: AttemptDir, owner: Mapping[str, Any]) -> bool:
+        """Whether there is a model, made now if need be; else somebody asked for a stop while it was made."""
+        path = self.config.model.path
+        if Path(path).is_dir():
+            return True
+        publish_json(attempt.state, {"state": RUNNING, "about": f"making the model {path}", **owner})
+        try:
+            with self.signals.interrupting():
+                make_model(self.config)
+                check_made(self.config)
+        except KeyboardInterrupt:
+            return False
+        publish_json(attempt.state, {"state": RUNNING, **owner})
+        return True
 
     def _require_another(self, epoch: int, died: AttemptFailed | Stalled) -> None:
         """Note that attempt ``epoch`` has failed.
@@ -107,7 +130,7 @@ class Attempts:
         """
         check_fence(self.run, epoch)
         self.progress.append(committed_a_step(self.run, epoch))
-        self.reason = str(died).partition("\n")[0].partition("; ")[0]
+        self.reason = in_short(died)
         limit = self.config.limits.attempts
         if limit == 0 or is_asked_to_stop(self.run.attempt(epoch), self.signals):
             raise died
@@ -171,6 +194,11 @@ class Attempts:
         if outcome == "stopped":
             judge_stopped(launcher, ended)
         return outcome
+
+
+def in_short(error: BaseException) -> str:
+    """What happened, without what to do about it and what the logs say."""
+    return str(error).partition("\n")[0].partition("; ")[0].rstrip(":") or type(error).__name__
 
 
 def committed_a_step(run: RunDir, epoch: int) -> bool:

@@ -3,12 +3,15 @@
     due(version): at the start, each ``evaluation.every_steps`` versions, and at the last one
 
 One evaluation runs on whatever version the engines serve while it goes on; the versions that really sampled are part of
-the result. A result is a file, so an evaluation that a kill has cost is simply due again after the restart.
+the result. A result is a file, so an evaluation that a kill has cost is simply due again after the restart. One whose
+samples have all failed is a result as well, without a reward but with the reason: a reward that is broken is no fault
+of this process, and training may go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -16,13 +19,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal_hpc.config.schema import EvaluationConfig
-from areal_hpc.errors import GenerationError
+from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import publish_json
-from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts, make_evaluation
 from areal_hpc.rollout.episodes import Running, together
 from areal_hpc.types import Prompt, Trajectory, episode_means
 from areal_hpc.waits import LEADER, waiting
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 NICENESS = 5
@@ -91,6 +96,8 @@ async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> 
     groups = await _answer_all(parts, f"a{process.epoch}.eval-{step}", process.config.rollout.concurrency)
     result = _result(step, groups, len(parts.prompts) * process.config.evaluation.samples)
     result |= {"prompts": len(parts.prompts), "seconds": time.monotonic() - began}
+    if "reason" in result:
+        log.warning("the evaluation at step %d failed: %s", step, result["reason"])
     publish_json(process.run.evaluation(step), {"epoch": process.epoch, **result})
     process.recorder.record("evaluation", result)
 
@@ -106,16 +113,17 @@ async def _answer_all(parts: EvaluationParts, name: str, concurrency: int) -> li
     return await together(answer(prompt) for prompt in parts.prompts)
 
 
-def _result(step: int, groups: Sequence[Answered], num_samples: int) -> dict[str, float]:
+def _result(step: int, groups: Sequence[Answered], num_samples: int) -> dict[str, float | str]:
     """The evaluation's record: means over episodes; one that failed for good is counted, and never as reward 0.
 
-    Raises:
-        GenerationError: not one sample succeeded.
+    Where not one sample succeeded there is no "reward_mean", and a "reason".
     """
     answered = [trajectories for trajectories, _ in groups if trajectories]
     if not answered:
         last = next((failure for _, failure in reversed(groups) if failure is not None), None)
-        raise GenerationError(f"evaluation at step {step}: all {num_samples} samples failed, the last by {last!r}")
+        what = "no sample left a trajectory" if last is None else f"the last by {type(last).__name__}: {last}"
+        reason = f"all {num_samples} samples failed, {what}"
+        return {"step": step, "samples": 0, "failed": num_samples, "reason": reason}
     rewards = np.concatenate([episode_means([t.reward for t in ts], [t.episode for t in ts]) for ts in answered])
     versions = [int(v) for ts in answered for t in ts for v in t.versions[t.loss_mask]]
     return {

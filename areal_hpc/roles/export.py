@@ -40,8 +40,8 @@ def export(run: RunDir, step: int | None, target: Path) -> tuple[WeightVersion, 
     config = load([run.config])
     if not Path(config.model.path).is_dir():
         raise DataError(
-            f"model.path: there is no directory {config.model.path} as seen from {Path.cwd()}; architecture and "
-            "tokenizer come from it, so restore it, or go to where the run was started"
+            f"model.path: there is no directory {Path(config.model.path).absolute()}; architecture and tokenizer come "
+            "from it, so restore it"
         )
     found = find(run, step)
     target.parent.mkdir(parents=True, exist_ok=True)

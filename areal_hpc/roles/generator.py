@@ -10,7 +10,8 @@ import asyncio
 import time
 
 from areal_hpc.errors import GenerationError
-from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import serve_engine
 
 REPORT_S = 1.0

@@ -1,6 +1,6 @@
 """``areal-hpc run`` in the shape ``local``: see that the run may start, go through its attempts, say how it went.
 
-prepare     no other living owner, the same experiment, file system, data, reward and model usable
+prepare     no other living owner, the same experiment, file system, data and reward usable, a model or its maker there
 attempts    one epoch each, until the run is done, stopped, or not worth another (``attempts.py``)
 report      what they came to
 
@@ -17,13 +17,14 @@ from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
+from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, RoleDied, RunDirError
+from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, write_report
 from areal_hpc.roles.attempts import Attempts, committed_a_step
-from areal_hpc.roles.process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
 from areal_hpc.roles.wiring.preflight import preflight
 
@@ -64,9 +65,10 @@ def run_local(
         resume_from: go on from the checkpoint of this step instead of the newest; what came after it is taken back.
 
     Returns:
-        0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
-        did not give it the time for one. In a Slurm job, 75 asks for more time: a person's stop is then 0, and an end
-        that was warned of and came before the last checkpoint is 75, if there has been an earlier one in the attempt.
+        EXIT_DONE when the last step is done, EXIT_STOPPED when a stop request ended it (with a checkpoint, unless no
+        step was done yet), EXIT_FAILED when a second request did not give it the time for one. In a Slurm job,
+        EXIT_STOPPED asks for more time: a person's stop is then EXIT_DONE, and an end that was warned of and came
+        before the last checkpoint is EXIT_STOPPED, if there has been an earlier one in the attempt.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
@@ -76,7 +78,8 @@ def run_local(
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
         Stalled: nobody got on any more, and no attempt is to follow.
     """
-    run = RunDir((Path(config.run_root) / config.name).absolute())
+    config = anchored(config, Path.cwd())
+    run = RunDir(Path(config.run_root) / config.name)
     newest = newest_epoch(run)
     if not takeover:
         _refuse_living_owner(run, newest)
@@ -91,14 +94,14 @@ def run_local(
         )
         try:
             outcome = attempts.go(after=newest)
-        except RoleDied as died:
-            if not (_is_told_by_slurm(config, signals) and committed_a_step(run, newest_epoch(run))):
+        except (RoleDied, Stalled) as failure:
+            _report_failed(run)
+            warned = isinstance(failure, RoleDied) and _is_told_by_slurm(config, signals)
+            if not (warned and committed_a_step(run, newest_epoch(run))):
                 raise
-            log.warning("%s", died)  # a checkpoint that came too late costs its steps, not the weeks that are left
+            log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
     write_report(run)
-    if outcome == "stopped":
-        log.info("go on with the same command and --resume")
     return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
 
 
@@ -111,6 +114,14 @@ def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
     """Whether a person asked for the stop, in a Slurm job: the batch script asks for more time for any other."""
     last = run.newest_attempt()
     return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
+
+
+def _report_failed(run: RunDir) -> None:
+    """How far a run came that has failed. Why it did must be told also where that, such as a full disk, stops this."""
+    try:
+        write_report(run)
+    except OSError as error:
+        log.warning("there is no report: %s", error)
 
 
 def _refuse_living_owner(run: RunDir, newest: int) -> None:
@@ -130,7 +141,7 @@ def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> Non
         return
     if not resume:
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
-    before = load([run.config])
+    before = anchored(load([run.config]), Path.cwd())
     changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
     fixed = ROUNDING if config.deterministic else ()
     frozen = [

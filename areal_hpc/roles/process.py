@@ -3,8 +3,8 @@
 A role is told what it is on its command line (``python -m areal_hpc.roles trainer 0 RUN_DIR EPOCH INCARNATION PARENT
 HOST``); it never guesses. The incarnation counts the processes that were this role in this attempt before it, the
 parent is the pid of whoever started it, the host this machine's address for the others.
-Exit codes: 0 done, 75 stopped on request (EX_TEMPFAIL: start me again), 2 a mistake that the person can mend (its one
-line is in the log), 70 (EX_SOFTWARE; the launcher's) nobody got on any more, anything else is a failure.
+Its exit code is one of ``exits``: done, stopped on request, a mistake that the person can mend (its one line is in the
+log); anything else is a failure.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster import hetjob
 from areal_hpc.cluster.local import LOOPBACK
 from areal_hpc.cluster.owner import start_ticks
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
+from areal_hpc.exits import EXIT_FAILED
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, wait_for
 from areal_hpc.roles.heartbeat import read_heartbeat
 from areal_hpc.roles.stacks import Stacks
@@ -34,11 +34,6 @@ from areal_hpc.waits import advance, published, waiting
 
 log = logging.getLogger(__name__)
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_STALLED = 70
-EXIT_STOPPED = hetjob.EXIT_STOPPED
 POLL_S = 0.25
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import make_rollout
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -28,6 +30,7 @@ class Signals:
 
     from_scheduler: bool = False
     count: int = 0
+    interrupt: bool = False
     previous: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -47,8 +50,23 @@ class Signals:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within, a request also raises KeyboardInterrupt, one that came before as well, and the first one only: for
+        work that never looks whether there is one, and that cleans up."""
+        self.interrupt = True
+        try:
+            if self.count:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.interrupt = False
+
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
 
 
 def is_asked_to_stop(attempt: AttemptDir, signals: Signals) -> bool:

@@ -23,7 +23,7 @@ from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
-from areal_hpc.config.keys import with_value
+from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
@@ -55,7 +55,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     """
     require_slurm(config)
     require_room(config)
-    config = with_value(config, "run_root", str(Path(config.run_root).absolute()))
+    config = anchored(config, Path.cwd())
     run = RunDir.create(Path(config.run_root) / config.name)
     room = make_private_directory(run.slurm)
     _refuse_queued(run)

@@ -17,10 +17,11 @@ from areal_hpc.buffer.epochs import load_lineage, read_start
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
+from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import RunDir, read_if_listed, wait_for
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
-from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.fleet import Run
 from areal_hpc.roles.wiring.offline import HeldOut, answers_at, keep_weights, make_offline_side
 from areal_hpc.roles.wiring.replay import last_step, make_replay_side, replay_origin

@@ -91,10 +91,9 @@ class _Worker:
         except TimeoutError:
             raise RewardError(f"its process did not load it in {LOAD_LIMIT_S:g} s") from None
         if "error" in answer:
-            raise ConfigError(
-                f"cannot be loaded: {answer['error']}; set `rollout.reward` to a module:function, or to a "
-                "reward model's directory"
-            )
+            where = f"whose module lies in {Path.cwd()} or on PYTHONPATH, or to a reward model's directory"
+            advice = "" if answer.get("advised") else f"; set `rollout.reward` to a module:function {where}"
+            raise ConfigError(f"cannot be loaded: {answer['error']}{advice}")
         self._loaded = True
 
     async def call(self, text: str, prompt: Prompt) -> float:

@@ -3,7 +3,8 @@
 It is a fresh interpreter (no fork of a process with threads, torch or device state) and speaks on a socket of its own,
 so nothing that a reward prints can be taken for an answer:
 
-    worker -> pool    {"ready": true}                             once; {"error": why} where the reward cannot load
+    worker -> pool    {"ready": true}                             once; {"error": why} where it cannot load the reward,
+                                                                  with "advised" if that also says what to do
     pool -> worker    pickle of (call, text, answer, prompt)
     worker -> pool    {"call": n, "reward": x}                    or {"call": n, "error": why}
 
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from areal_hpc.errors import UserError
 
 LENGTH = struct.Struct(">I")
 MEMORY_LIMIT = 8 << 30
@@ -152,6 +155,9 @@ def main(path: str, channel_fd: int, lifeline_fd: int) -> None:
     try:
         reward = resolve(path)
         getattr(reward, "prepare", lambda: None)()
+    except UserError as error:
+        _send(channel, {"error": str(error), "advised": True})
+        return
     except BaseException as error:  # reported to the pool, which raises it for the person to mend
         _send(channel, {"error": reason_of(error)})
         return

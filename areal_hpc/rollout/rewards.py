@@ -18,6 +18,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from areal_hpc.extras import optional
 from areal_hpc.types import Prompt
 
 TAIL = 1000
@@ -136,8 +137,7 @@ def _as_latex(answer: str) -> str:
 @functools.cache
 def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool], Any]:
     """math-verify's parse, verify and LaTeX reader; seconds to import, so here and once."""
-    import math_verify
-
+    math_verify = optional("math_verify", extra="math", what="the reward math_answer")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its own limits are off
     math_verify.parse(r"\boxed{\frac{1}{2}}", parsing_timeout=None)  # builds its grammar
     return math_verify.parse, math_verify.verify, math_verify.LatexExtractionConfig

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
+from areal_hpc.extras import optional
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory
 from areal_hpc.telemetry.records import Record
 
@@ -114,6 +115,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        optional("tensorboard", extra="trackers", what="telemetry.sinks tensorboard")
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -148,8 +150,7 @@ class WandbSink:
         self._run.log({f"{kind}/{key}": value for key, value in values.items()} | {f"{kind}/step": step})
 
     def _open(self) -> Any:
-        import wandb
-
+        wandb = optional("wandb", extra="trackers", what="telemetry.sinks wandb")
         make_private_directory(self._directory)
         arguments: dict[str, Any] = {
             "project": "areal-hpc",

@@ -129,7 +129,7 @@ class TrainingLoop:
             minibatches, trained = self.prepare(refs)
             stats = self.update(minibatches)
             self.step += 1
-            advance("optimizer steps")
+            advance("steps trained")
             self.journal(self.step, trained)
             self.announce()
             self.tell(trained, stats, self.clock() - began)

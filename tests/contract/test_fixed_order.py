@@ -12,8 +12,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
+from ring_machine import RingMachine, cases
 from rollout_stores import DiskStore, MemoryStore, Worker, group
 
 from areal_hpc.buffer.order import FixedOrder
@@ -163,7 +163,7 @@ def test_a_restart_without_the_groups_that_its_weights_rely_on_is_refused() -> N
     store.close()
 
 
-class OrderMachine(RuleBasedStateMachine):
+class OrderMachine(RingMachine):
     """Random interleavings of work, loss and kills; every step must be trained on exactly what its number says."""
 
     kind: Callable[..., Any]
@@ -182,28 +182,20 @@ class OrderMachine(RuleBasedStateMachine):
         """A filter's judgement: it follows from the group, which follows from its position."""
         return position % self.every == 0
 
-    @property
-    def version(self) -> WeightVersion:
-        return WeightVersion(self.store.epoch, self.step)
-
     def start_workers(self) -> None:
         assert self.store.reader.may_publish(self.version), "an attempt begins without a wait"
         self.store.reader.release(self.version)
         self.workers = [self.new_worker(slot) for slot in range(self.num_slots)]
 
-    def new_worker(self, slot: int) -> Worker:
-        return Worker(self.store.writer(slot), slot, self.num_slots)
-
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.workers)).reserve()
+        ticket = self.pick(data).reserve()
         assert ticket is None or ticket.version.step == self.step
 
-    @precondition(lambda self: any(worker.open for worker in self.workers))
+    @precondition(RingMachine.has_open)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from([worker for worker in self.workers if worker.open]))
-        self.end(worker, worker.open.pop(data.draw(st.integers(0, len(worker.open) - 1))))
+        self.end(*self.pop_open(data))
 
     def end(self, worker: Worker, ticket: Ticket) -> None:
         """Not yet durable: a kill may take it."""
@@ -214,7 +206,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        self.store.flush(data.draw(st.sampled_from(self.workers)).writer)
+        self.store.flush(self.pick(data).writer)
 
     @rule()
     def train(self) -> None:
@@ -253,34 +245,17 @@ class OrderMachine(RuleBasedStateMachine):
 
     @rule(newest_is_damaged=st.booleans())
     def restart(self, newest_is_damaged: bool) -> None:
-        for worker in self.workers:
-            self.store.kill(worker.writer)
+        self.kill_workers()
         state, parent = self.checkpoints[0 if newest_is_damaged else -1]
         self.checkpoints = [(state, parent)]
         self.step, self.claimed = parent.step if parent else 0, False
         self.store.restart(state, parent)
         self.start_workers()
 
-    def teardown(self) -> None:
-        if hasattr(self, "store"):
-            self.drain()
-            self.store.close()
-
     def drain(self) -> None:
         """However it went, the run goes on to steps that nobody has seen."""
         last = self.furthest + 2
-        for _ in range(20 * (last + 10)):
-            if self.step >= last:
-                return
-            self.train()
-            for worker in self.workers:
-                while worker.reserve():
-                    pass
-                for ticket in worker.open:
-                    self.end(worker, ticket)
-                worker.open.clear()
-                self.store.flush(worker.writer)
-        raise AssertionError(f"stuck: {self.store.reader.waiting_for()}")
+        self.work_off(until=lambda: self.step >= last, times=20 * (last + 10), end=self.end)
 
 
 class MemoryMachine(OrderMachine):
@@ -291,9 +266,5 @@ class DiskMachine(OrderMachine):
     kind = DiskStore
 
 
-TestRandomInMemory = MemoryMachine.TestCase
-TestRandomInMemory.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
-TestRandomOnDisk = DiskMachine.TestCase
-TestRandomOnDisk.settings = settings(
-    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRandomInMemory = cases(MemoryMachine, max_examples=100, steps=60)
+TestRandomOnDisk = cases(DiskMachine, max_examples=20, steps=40)

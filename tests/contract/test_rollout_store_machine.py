@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from ring_machine import RingMachine, cases
 from rollout_stores import DiskStore, MemoryStore, Worker, group
 
 from areal_hpc.types import Drop, Ticket, WeightVersion
 
 
-class RingMachine(RuleBasedStateMachine):
+class StoreMachine(RingMachine):
     """Random interleavings of everything that can happen, against what the rules promise."""
 
     make: Callable[[int, int, int], Any]
@@ -36,20 +36,6 @@ class RingMachine(RuleBasedStateMachine):
         self.store.reader.release(self.version)
         self.workers = [self.new_worker(slot) for slot in range(self.num_slots)]
 
-    def new_worker(self, slot: int) -> Worker:
-        return Worker(self.store.writer(slot), slot, self.num_slots)
-
-    @property
-    def version(self) -> WeightVersion:
-        return WeightVersion(self.store.epoch, self.step)
-
-    def pick(self, data: st.DataObject, *, with_open: bool = False) -> Worker:
-        workers = [w for w in self.workers if w.open or not with_open]
-        return data.draw(st.sampled_from(workers))
-
-    def has_open(self) -> bool:
-        return any(worker.open for worker in self.workers)
-
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         worker = self.pick(data)
@@ -59,17 +45,16 @@ class RingMachine(RuleBasedStateMachine):
             self.outstanding[ticket.position] = ticket
             self.store.flush(worker.writer)
 
-    @precondition(has_open)
+    @precondition(RingMachine.has_open)
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        worker = self.pick(data, with_open=True)
-        ticket = worker.open.pop(data.draw(st.integers(0, len(worker.open) - 1)))
+        worker, ticket = self.pop_open(data)
         newest = data.draw(st.integers(ticket.version.step, self.step))
         worker.writer.seal(ticket, group(ticket.position, [ticket.version.step, newest]))
         self.written.append((ticket, newest))
         self.store.flush(worker.writer)
 
-    @precondition(has_open)
+    @precondition(RingMachine.has_open)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         worker = self.pick(data, with_open=True)
@@ -83,12 +68,9 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        self.try_train()
-
-    def try_train(self) -> bool:
         refs = self.store.reader.claim(self.num_groups, self.version)
         if refs is None:
-            return False
+            return
         assert len(refs) == self.num_groups
         for ref in refs:
             assert 0 <= self.step - ref.version.step <= self.max_staleness
@@ -99,7 +81,6 @@ class RingMachine(RuleBasedStateMachine):
         self.store.reader.release(self.version)
         for ref in refs:
             assert self.outstanding.pop(ref.position).version == ref.version
-        return True
 
     @rule()
     def save(self) -> None:
@@ -121,8 +102,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        for worker in self.workers:
-            self.store.kill(worker.writer)
+        self.kill_workers()
         state, parent, consumed = self.checkpoint
         self.step = parent.step if parent else 0
         self.store.restart(state, parent)
@@ -145,41 +125,28 @@ class RingMachine(RuleBasedStateMachine):
     def nothing_becomes_too_old(self) -> None:
         assert self.store.reader.stats()["dropped_stale"] == 0
 
-    def teardown(self) -> None:
-        if hasattr(self, "store"):
-            self.drain()
-            self.store.close()
-
     def drain(self) -> None:
         """However it went, the run goes on: every position comes to be consumed."""
         last = max([0, *self.consumed, *(t.position for t in self.outstanding.values())])
-        for _ in range(20 * (last + 10)):
-            if all(position in self.consumed for position in range(last + 1)):
-                return
-            self.try_train()
-            for worker in self.workers:
-                while worker.reserve():
-                    ticket = worker.open[-1]
-                    self.outstanding[ticket.position] = ticket
-                for ticket in worker.open:
-                    worker.writer.seal(ticket, group(ticket.position, [ticket.version.step]))
-                    self.written.append((ticket, ticket.version.step))
-                worker.open.clear()
-                self.store.flush(worker.writer)
-        raise AssertionError(f"stuck: {self.store.reader.waiting_for()}")
+
+        def end(worker: Worker, ticket: Ticket) -> None:
+            self.outstanding[ticket.position] = ticket
+            worker.writer.seal(ticket, group(ticket.position, [ticket.version.step]))
+            self.written.append((ticket, ticket.version.step))
+
+        def is_done() -> bool:
+            return all(position in self.consumed for position in range(last + 1))
+
+        self.work_off(until=is_done, times=20 * (last + 10), end=end)
 
 
-class MemoryMachine(RingMachine):
+class MemoryMachine(StoreMachine):
     make = MemoryStore
 
 
-class DiskMachine(RingMachine):
+class DiskMachine(StoreMachine):
     make = DiskStore
 
 
-TestRandomInMemory = MemoryMachine.TestCase
-TestRandomInMemory.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
-TestRandomOnDisk = DiskMachine.TestCase
-TestRandomOnDisk.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRandomInMemory = cases(MemoryMachine, max_examples=150, steps=60)
+TestRandomOnDisk = cases(DiskMachine, max_examples=25, steps=40)

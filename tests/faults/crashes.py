@@ -13,9 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from faults.images import Image, killed, power_cut, tree
 from faults.mounted import mounted
 from faults.scenario import Promises, Trial, without_threads
-from faults.volume import MUTATING, Call, Image, Volume, killed, power_cut, tree
+from faults.volume import MUTATING, Call, Volume
 
 ROOT = Path("/volume")
 

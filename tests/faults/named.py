@@ -13,9 +13,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from faults.images import File, Image, Write, patched, tree
 from faults.mounted import mounted
 from faults.scenario import Trainer, Trial, Violation, Worker, group_of, without_threads
-from faults.volume import Call, File, Image, Volume, Write, patched, tree
+from faults.volume import Call, Volume
 
 from areal_hpc.buffer.chain import ChainName, ChainWriter
 from areal_hpc.buffer.records import RecordType

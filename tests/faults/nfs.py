@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from faults.volume import Descriptor, File, Volume, failure, patched, sectors
+from faults.images import File, patched, sectors
+from faults.volume import Descriptor, Volume, failure
 
 LIFE = 400
 """Calls, of all clients together, for which a cache is believed."""

@@ -183,6 +183,21 @@ def test_a_reward_that_cannot_be_loaded_is_the_users_to_mend(name: str) -> None:
     run(test())
 
 
+def test_a_reward_whose_extra_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def test() -> None:
+        pool = RewardPool("areal_hpc.rollout.rewards:math_answer", workers=1, timeout_s=5.0)
+        with pytest.raises(ConfigError, match=r"run `pip install 'areal-hpc\[math\]'`, or in a clone .*`$"):
+            await pool.start()
+        await pool.close()
+
+    run(test())
+
+
 def test_the_limit_counts_the_call_and_not_the_line_before_it() -> None:
     """Eight calls of one worker take longer together than the limit of one."""
 

@@ -16,9 +16,8 @@ from areal_hpc.algorithms.table import find
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.config.algorithm import AlgorithmConfig
-from areal_hpc.config.load import load, stated
 from areal_hpc.config.recipes import RECIPES
-from areal_hpc.config.resolve import resolve
+from areal_hpc.config.resolve import read_config
 from areal_hpc.config.schema import Config, OptimizerConfig, TrainerConfig
 from areal_hpc.generation.scripted import Utf8Renderer
 from areal_hpc.prompts import open_dataset
@@ -74,9 +73,9 @@ def teacher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configuration(file: Path, *overrides: str) -> Config:
     if file in OFFLINE:
-        return resolve(load([file], overrides), stated([file], overrides))
+        return read_config([file], overrides)
     paths, words = [CONFIGS / "quickstart.yaml", file], (*SMALL, *overrides)
-    return resolve(load(paths, words), stated(paths, words))
+    return read_config(paths, words)
 
 
 def answers(row: Mapping[str, str]) -> list[str]:
@@ -235,7 +234,7 @@ def test_real_models_resolve_offline_and_read_a_data_set_on_disk(file: Path, tmp
         (tmp_path / f"{name}.jsonl").write_text(rows * 3, encoding="utf-8")
     overrides = [f"prompts.train={tmp_path}/train.jsonl", f"prompts.eval={tmp_path}/test.jsonl"]
     paths = [CONFIGS / "gsm8k_grpo.yaml", *([] if file.stem == "gsm8k_grpo" else [file])]
-    config = resolve(load(paths, overrides), stated(paths, overrides))
+    config = read_config(paths, overrides)
     assert config.name == file.stem
     assert config.algorithm.name == file.stem.removeprefix("gsm8k_")
     dataset = open_dataset(config.prompts, "train", config.seed)

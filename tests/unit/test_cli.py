@@ -126,6 +126,40 @@ def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.Monkey
     assert (seen["resume"], seen["resume_from"]) == (True, 20)
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("second", "to name the run, write name=second"),
+        ("trainer.total_steps", "write trainer.total_steps=int"),
+        ("trainer.total_stepz", "an override is written with `=`; did you mean trainer.total_steps or "),
+        ("my runs/a", "check the path"),
+    ],
+)
+def test_a_word_that_is_neither_file_nor_override_is_told_what_it_may_be(
+    word: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("run", "config", "plan", "submit"):
+        line = refused([command, QUICKSTART, word], capsys)
+        assert line.startswith(f"areal-hpc: {word} is neither a file nor KEY=VALUE; {advice}")
+
+
+def test_a_replay_takes_overrides_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
+    run = RunDir.create(tmp_path / "run")
+    publish(run.config, Path(QUICKSTART).read_bytes())
+    line = refused(["replay", str(run.root), "second", "--train-only"], capsys)
+    assert line == "areal-hpc: override `second`: write it as dotted.key=value, such as algorithm.clip_high=0.28\n"
+
+
+def test_the_help_tells_what_each_word_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in ((["run"], "name=second for another run"), (["replay"], "overrides: what is"), (["why"], "RUN")):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert told in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("words", [["run", QUICKSTART, "--resumed"], ["status", "a", "b"], ["replay", "a"], []])
 def test_words_that_no_command_takes_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

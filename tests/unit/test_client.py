@@ -1,51 +1,23 @@
+"""The client against a fake engine: answers, faults, what it is refused, and an engine that has moved."""
+
 from __future__ import annotations
 
 import asyncio
 import math
 import pickle
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driven import GROUP, PROMPT, SPECS, drive, request, until, update
 from fake_engine import TOKEN, FakeEngine, expected_tokens, running
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.generation.client import Capabilities, EngineClient, Limits
-from areal_hpc.generation.connection import ATTEMPTS, Address, EngineLost, EngineRefused
-from areal_hpc.types import GenerationRequest, GroupAddress, Sampling, StopReason, TensorSpec
-
-PROMPT = (5, 6, 7)
-SPECS = [TensorSpec(name="w", dtype="float32", shape=(2,), checksum=77)]
-GROUP = GroupAddress(host="::1", port=1234, name="w-3-1", world_size=3, backend="gloo")
-
-
-def request(num: int = 8, request_id: str = "r") -> GenerationRequest:
-    return GenerationRequest(request_id=request_id, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num))
-
-
-def drive(
-    engine: FakeEngine, scenario: Callable[[EngineClient], Awaitable[Any]], host: str = "127.0.0.1", **options: Any
-) -> Any:
-    """Run ``scenario`` with a client of ``engine``, both in this process and loop."""
-
-    async def body() -> Any:
-        async with running(engine, host) as url:
-            options.setdefault("limits", Limits(admin_s=5, generate_s=20, load_s=5))
-            client = EngineClient("fake-0", url, **options)
-            try:
-                return await scenario(client)
-            finally:
-                await client.close()
-
-    return asyncio.run(body())
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
+from areal_hpc.generation.client import EngineClient, Limits
+from areal_hpc.generation.connection import Address, EngineLost, EngineRefused
+from areal_hpc.types import StopReason
 
 
 def test_an_answer_is_a_completion() -> None:
@@ -255,159 +227,6 @@ def test_an_engine_is_asked_once_what_it_can_do() -> None:
 
     drive(engine, scenario)
     assert engine.paths().count("/server_info") == 1
-
-
-UPDATE = [
-    "/pause_generation",
-    "/begin_weight_update",
-    "/update_weights_from_distributed",
-    "/update_weights_from_distributed",
-    "/end_weight_update",
-    "/update_weight_version",
-    "/flush_cache",
-    "/continue_generation",
-]
-
-
-async def update(client: EngineClient, version: int = 9) -> None:
-    await client.pause()
-    await client.load_bucket("w-0-0", SPECS)
-    await client.load_bucket("w-0-0", SPECS)
-    await client.resume(version)
-
-
-def orders(engine: FakeEngine) -> list[str]:
-    return [path for path in engine.paths() if path in UPDATE]
-
-
-def test_an_update_follows_the_recipe() -> None:
-    engine = FakeEngine()
-    drive(engine, update)
-    assert orders(engine) == UPDATE
-    assert engine.bodies("/pause_generation") == [{"mode": "in_place"}]
-    assert engine.bodies("/update_weight_version") == [{"new_version": "9", "abort_all_requests": False}]
-    for body in engine.bodies("/update_weights_from_distributed"):
-        assert body == {
-            "names": ["w"],
-            "dtypes": ["float32"],
-            "shapes": [[2]],
-            "group_name": "w-0-0",
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
-
-
-def test_an_engine_without_sessions_and_spans_is_updated_by_interrupting() -> None:
-    engine = FakeEngine(info={"version": "0.5.17"}, sessions=False, spans=False)
-    drive(engine, update)
-    assert [p for p in orders(engine) if p != "/begin_weight_update"] == [
-        p for p in UPDATE if "_weight_update" not in p
-    ]
-    assert orders(engine).count("/begin_weight_update") == 1  # asked once, 404, never again
-    assert engine.bodies("/pause_generation") == [{"mode": "abort"}]
-
-
-def test_checksums_go_only_to_an_engine_that_announces_them() -> None:
-    engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True}})
-    drive(engine, update)
-    assert [body["checksums"] for body in engine.bodies("/update_weights_from_distributed")] == [[77], [77]]
-
-
-@pytest.mark.parametrize(
-    ("info", "in_place"),
-    [
-        ({"version": "0.5.18"}, False),
-        ({"version": "0.5.19"}, True),
-        ({"version": "0.5.21.post1"}, True),
-        ({"version": "0.6.0rc1"}, True),
-        ({"version": "1.0"}, True),
-        ({}, False),
-        ({"version": "areal-embedded", "areal_hpc": {"checksums": True}}, True),
-    ],
-)
-def test_capabilities(info: dict[str, Any], in_place: bool) -> None:
-    assert Capabilities.read(info).in_place is in_place
-
-
-def test_an_update_in_the_middle_keeps_the_tokens_and_gives_two_versions() -> None:
-    """Once frozen in place with spans from the engine, once interrupted without any: the caller sees the same."""
-    for engine in (
-        FakeEngine(version="3", token_s=0.001),
-        FakeEngine(version="3", token_s=0.001, info={"version": "0.5.17"}, sessions=False, spans=False),
-    ):
-
-        async def scenario(client: EngineClient, engine: FakeEngine = engine) -> None:
-            asking = asyncio.create_task(client.generate(request(40)))
-            await until(lambda: engine.runs and len(next(iter(engine.runs.values())).tokens) > 5)
-            await update(client, 4)
-            completion = await asking
-            assert completion.token_ids.tolist() == expected_tokens(PROMPT, 40)
-            assert completion.stop is StopReason.LENGTH
-            before = completion.versions.tolist().count(3)
-            assert 5 < before < 40
-            assert completion.versions.tolist() == [3] * before + [4] * (40 - before)
-            assert client.version == 4
-
-        drive(engine, scenario)
-
-
-@pytest.mark.parametrize(
-    "path", ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]
-)
-@pytest.mark.parametrize("fault", ["drop", 503])
-def test_D12_a_lost_order_is_given_again(path: str, fault: Any) -> None:
-    engine = FakeEngine()
-    engine.faults[path] = [fault, fault]
-    drive(engine, update)
-    assert engine.paths().count(path) == 3
-    assert not engine.frozen
-    assert engine.version == "9"
-
-
-def test_D12_orders_are_given_a_bounded_number_of_times() -> None:
-    engine = FakeEngine()
-    engine.faults["/pause_generation"] = ["drop"] * 99
-    with pytest.raises(WeightUpdateError, match="fake-0"):
-        drive(engine, update)
-    assert engine.paths().count("/pause_generation") == ATTEMPTS
-
-
-@pytest.mark.parametrize(
-    "path", ["/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"], ids=str
-)
-@pytest.mark.parametrize("fault", ["drop", 400])
-def test_D26_an_engine_that_missed_an_update_serves_nothing_until_a_whole_one(path: str, fault: Any) -> None:
-    engine = FakeEngine()
-    engine.faults[path] = [fault]
-
-    async def scenario(client: EngineClient) -> None:
-        with pytest.raises(WeightUpdateError, match="fake-0"):
-            await update(client)
-        with pytest.raises(WeightUpdateError, match="not resumed"):
-            await client.resume(9)
-        with pytest.raises(GenerationError, match="serves nothing"):
-            await client.generate(request())
-        assert "/continue_generation" not in engine.paths()
-        await update(client)
-        assert (await client.generate(request(request_id="r2"))).versions.tolist() == [9] * 8
-
-    drive(engine, scenario)
-
-
-def test_an_update_from_a_directory() -> None:
-    engine = FakeEngine()
-
-    async def scenario(client: EngineClient) -> None:
-        await client.pause()
-        await client.load_directory("/some/where", 6)
-        await client.resume(6)
-
-    drive(engine, scenario)
-    assert orders(engine) == ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation"]
-    assert engine.bodies("/update_weights_from_disk") == [
-        {"model_path": "/some/where", "weight_version": "6", "flush_cache": False, "abort_all_requests": False}
-    ]
 
 
 def test_leaving_a_group_that_the_engine_does_not_know_is_leaving() -> None:

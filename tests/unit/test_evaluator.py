@@ -9,6 +9,8 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,12 @@ from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, 
 
 from areal_hpc.config.schema import EvaluationConfig, RolloutConfig
 from areal_hpc.errors import ConfigError, GenerationError, RewardError
+from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.fs import RunDir, read_json
 from areal_hpc.protocols import Episode, Workflow
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.evaluator import _answer_all, _result, due
-from areal_hpc.roles.process import EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.types import GenerationRequest, Prompt, StopReason, Trajectory
@@ -166,16 +170,38 @@ def test_what_fails_is_asked_again_and_else_counted_and_never_0() -> None:
     run(test())
 
 
-def test_an_evaluation_without_one_answer_says_why() -> None:
+def test_an_evaluation_without_one_answer_is_a_result_that_says_why_and_no_zero(tmp_path: Path) -> None:
     async def broken(text: str, prompt: Prompt) -> float:
         raise RewardError("division by zero")
 
     async def test() -> None:
-        groups = await _answer_all(parts_of(Engine(), Records(), score=broken), "a1.eval-4", 6)
-        with pytest.raises(GenerationError, match=r"step 4: all 12 samples failed, the last by .*division by zero"):
-            _result(4, groups, 12)
+        records, directory = Records(), RunDir.create(tmp_path / "run")
+        process: Any = Evaluating(directory, records)
+        await evaluator._evaluate(process, parts_of(Engine(), records, score=broken), 4)
+        (recorded,) = records.kept["evaluation"]
+        expected = {
+            "step": 4,
+            "samples": 0,
+            "failed": 12,
+            "reason": "all 12 samples failed, the last by RewardError: division by zero",
+            "prompts": 6,
+        }
+        assert {key: value for key, value in recorded.items() if key != "seconds"} == expected
+        assert read_json(directory.evaluation(4)) == {"epoch": 1, **recorded}
+        assert directory.evaluated_steps() == {4}, "it is not due again, and the trainer does not wait for it"
 
     run(test())
+
+
+class Evaluating:
+    """What an evaluation needs of its process."""
+
+    epoch = 1
+
+    def __init__(self, directory: RunDir, records: Records) -> None:
+        self.run = directory
+        self.recorder = SimpleNamespace(record=records)
+        self.config = SimpleNamespace(rollout=config(), evaluation=EvaluationConfig(every_steps=2, samples=2))
 
 
 def test_a_mistake_ends_the_evaluation_at_once() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.config.algorithm import Level, Metric
-from areal_hpc.config.load import build, load, read, stated
+from areal_hpc.config.load import build, load, places, read
 from areal_hpc.config.schema import Config, Sink, TrainerBackendName
 from areal_hpc.config.source import MAX_BYTES, MAX_DEPTH, parse
 from areal_hpc.errors import ConfigError
@@ -299,9 +299,15 @@ def test_J14_the_locale_does_not_matter(write: Any) -> None:
     assert out.stdout.strip() == ascii("Läufe/今日")
 
 
-def test_stated_keys_are_those_that_somebody_wrote(write: Any) -> None:
-    keys = stated([write("name: a\nmodel: {path: b}\n")], ["generation.replicas=1"])
-    assert keys == {"name", "model.path", "generation.replicas"}
+def test_keys_that_somebody_wrote_have_a_place(write: Any) -> None:
+    file = write("name: a\nmodel: {path: b}\n")
+    override = "generation.replicas=1"
+    expected = {
+        "name": f"{file} line 1",
+        "model.path": f"{file} line 2",
+        "generation.replicas": f"override `{override}`",
+    }
+    assert places(read([file], [override])) == expected
 
 
 def test_reading_is_separate_from_typing(write: Any) -> None:

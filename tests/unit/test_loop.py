@@ -1,4 +1,4 @@
-"""The training loop with a backend that only notes what it is given, on the ring in memory."""
+"""The training loop step by step, on several ranks, with damaged groups, and into an archive."""
 
 from __future__ import annotations
 
@@ -7,198 +7,20 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from loop_world import GROUP_SIZE, Backend, World, branched, expected_advantage, reward
 from numpy.typing import NDArray
 
-from areal_hpc.buffer.memory import MemoryRing
-from areal_hpc.buffer.order import FixedOrder
-from areal_hpc.config.algorithm import AlgorithmConfig, ProximalMethod
-from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.config.algorithm import ProximalMethod
+from areal_hpc.errors import CorruptRecord
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import Batch, Drop, GroupRef, StopReason, TrainedStep, Trajectory, TrajectoryGroup, WeightVersion
-
-GROUP_SIZE = 3
-
-
-def reward(position: int, episode: int) -> float:
-    return float((position * 7 + episode * 3) % 5)
-
-
-def expected_advantage(position: int, episode: int, eps: float = 1e-5) -> float:
-    """Shao et al. 2024 (GRPO): the reward less the group's mean, by its deviation (n - 1)."""
-    rewards = np.array([reward(position, e) for e in range(GROUP_SIZE)])
-    return float((rewards[episode] - rewards.mean()) / (rewards.std(ddof=1) + eps))
-
-
-def group(position: int, version: int) -> TrajectoryGroup:
-    """Trajectories that say in their tokens whose they are: position, episode, then two sampled tokens."""
-    return TrajectoryGroup(
-        position=position,
-        prompt_id=f"p{position}",
-        trajectories=tuple(
-            Trajectory(
-                token_ids=np.array([position, episode, 8, 9], dtype=np.int32),
-                loss_mask=np.array([False, False, True, True]),
-                logprobs=np.array([0, 0, -1, -2], dtype=np.float32),
-                versions=np.array([-1, -1, version, version], dtype=np.int32),
-                reward=reward(position, episode),
-                stop=StopReason.STOP,
-                episode=episode,
-            )
-            for episode in range(GROUP_SIZE)
-        ),
-    )
-
-
-def branched(position: int, version: int) -> TrajectoryGroup:
-    """The same episodes, the first of them recorded as three branches."""
-    whole = group(position, version)
-    return replace(whole, trajectories=(*whole.trajectories[:1] * 3, *whole.trajectories[1:]))
-
-
-class Workers:
-    """Rollout workers that have a group ready whenever the ring gives a ticket."""
-
-    def __init__(self, ring: MemoryRing) -> None:
-        self.ring, self.writer, self.make = ring, ring.writer(0), group
-        self.positions = itertools.count()
-        self.refused: set[int] = set()
-
-    def produce(self) -> None:
-        again = iter(self.writer.reissues())
-        for position in itertools.chain(again, self.positions):
-            ticket = self.writer.try_reserve(position)
-            if ticket is None:
-                self.positions = itertools.chain([position], self.positions)
-                return
-            if position in self.refused:
-                self.writer.drop(ticket, Drop.FILTERED)
-                continue
-            self.writer.seal(ticket, self.make(position, ticket.version.step))
-
-
-class Backend:
-    """Notes every call in ``calls`` and every minibatch in ``trained``."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.trained = calls, list[list[Batch]]()
-
-    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        self.calls.append("logprobs")
-        return batch.behaviour - 0.5
-
-    def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
-        self.calls.append("train")
-        self.trained.append(list(minibatches))
-        return {"loss": 0.25}
-
-    def weights(self) -> Iterator[tuple[str, Any]]:
-        self.calls.append("weights")
-        yield "w", None
-
-    def snapshot(self) -> Callable[[Path], None]:
-        raise AssertionError("the loop leaves that to whoever commits")
-
-    def load(self, directory: str) -> None: ...
-
-
-class World:
-    """A loop on one rank and all that it talks to."""
-
-    def __init__(
-        self,
-        *,
-        step: int = 0,
-        total_steps: int = 3,
-        max_staleness: int = 1,
-        checkpoint_every: int = 100,
-        deterministic: bool = False,
-        ranks: Ranks | None = None,
-        ring: MemoryRing | None = None,
-        **algorithm: Any,
-    ) -> None:
-        self.algorithm = AlgorithmConfig(**{"groups_per_step": 2, **algorithm})
-        capacity = (max_staleness + 1) * self.algorithm.groups_per_step
-        ranks = ranks or Ranks()
-        order = FixedOrder(groups_per_step=self.algorithm.groups_per_step, max_staleness=max_staleness)
-        self.ring = ring or MemoryRing(capacity, max_staleness, order=order if deterministic else None)
-        self.workers = Workers(self.ring) if ranks.leads else None
-        self.stop = False
-        self.calls: list[str] = []
-        self.journal: dict[int, list[int]] = {}
-        self.records: list[dict[str, Any]] = []
-        self.backend = Backend(self.calls)
-        self.now = 0.0
-        self.behind: list[bool] = []  # what is answered, last first
-        self.settled = 0
-        self.loop = TrainingLoop(
-            epoch=1,
-            step=step,
-            pace=Pace(
-                total_steps=total_steps, checkpoint_every=checkpoint_every, max_new_tokens=2, starve_s=60.0, seed=1
-            ),
-            algorithm=self.algorithm,
-            ranks=ranks,
-            backend=self.backend,
-            fetch=self.ring.reader.read,
-            reader=self.ring.reader if ranks.leads else None,
-            publish=self.publish,
-            behind=lambda: self.behind.pop() if self.behind else False,
-            catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
-            commit=lambda step: self.calls.append(f"commit {step}"),
-            settle=self.settle,
-            journal=self.note,
-            stop_requested=self.stop_requested,
-            record=lambda kind, values: self.records.append({"kind": kind, **values}),
-            clock=lambda: self.now,
-        )
-
-    def publish(self, version: int, weights: Callable[[], Iterator[tuple[str, Any]]]) -> Mapping[str, float]:
-        assert [name for name, _ in weights()] == ["w"]
-        self.calls.append(f"publish {version}")
-        return {"seconds_paused": 0.125}
-
-    def settle(self, wait: bool) -> None:
-        self.settled += 1
-        if wait:
-            self.calls.append("durable")
-
-    def note(self, step: int, trained: Sequence[GroupRef]) -> None:
-        self.calls.append(f"journal {step}")
-        self.journal[step] = [ref.position for ref in trained]
-
-    def stop_requested(self) -> bool:
-        """Asked wherever the loop waits; meanwhile the workers work."""
-        if self.workers is not None:
-            self.workers.produce()
-        return self.stop
-
-    def run(self) -> bool:
-        self.loop.announce()
-        return self.loop.run()
-
-    def begin_without(self, position: int) -> Workers:
-        """Start weights published and the positions before ``position`` done; the workers wait to be told to go on."""
-        workers, self.workers = self.workers, None
-        assert workers is not None
-        self.loop.announce()
-        workers.positions = iter(range(position))
-        workers.produce()
-        workers.positions = itertools.count(position)
-        return workers
-
-    def trained(self) -> list[tuple[int, int]]:
-        """(position, episode) of every trajectory trained on, in no particular order."""
-        batches = [batch for minibatches in self.backend.trained for batch in minibatches]
-        return [(int(b.token_ids[start]), int(b.token_ids[start + 1])) for b in batches for start in b.boundaries[:-1]]
+from areal_hpc.types import Batch, Drop, GroupRef, TrainedStep, TrajectoryGroup
+from areal_hpc.waits import achieved
 
 
 def test_a_step_is_claim_prepare_train_publish_release() -> None:
@@ -206,6 +28,12 @@ def test_a_step_is_claim_prepare_train_publish_release() -> None:
     assert world.run() is True
     one, two = (["logprobs", "logprobs", "train", f"journal {step}", "weights", f"publish {step}"] for step in (1, 2))
     assert world.calls == ["weights", "publish 0", *one, *two, "commit 2", "durable"]
+
+
+def test_a_step_counts_once_for_whoever_asks_however_many_updates_it_made() -> None:
+    before = achieved().get("steps trained")
+    World(total_steps=3, minibatches=2).run()
+    assert achieved()["steps trained"].count - (before.count if before else 0) == 3
 
 
 def test_slots_are_free_only_after_their_weights_are_published() -> None:
@@ -221,41 +49,6 @@ def test_slots_are_free_only_after_their_weights_are_published() -> None:
     world.run()
     assert outstanding == [0, 2]
     assert world.ring.reader.stats()["claimed"] == 0
-
-
-def test_deterministic_weights_wait_for_what_older_ones_still_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups a step, bound 1: version 0 samples positions 0 to 3. A stop request does not end the wait for 3."""
-    world = World(total_steps=2, deterministic=True)
-    workers = world.begin_without(3)
-    asked: list[bool] = []
-    may_publish = world.ring.reader.may_publish
-
-    def watched(version: WeightVersion) -> bool:
-        asked.append(may_publish(version))
-        if len(asked) == 2:
-            world.stop = True
-            workers.produce()
-        return asked[-1]
-
-    monkeypatch.setattr(world.ring.reader, "may_publish", watched)
-    assert world.loop.run() is False
-    assert asked == [False, False, True]
-    begun = ["weights", "publish 0", "logprobs", "train", "journal 1"]
-    assert world.calls == [*begun, "weights", "publish 1", "commit 1", "durable"]
-
-
-def test_a_wait_for_older_weights_ends_and_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(total_steps=2, deterministic=True)
-    world.begin_without(3)
-    train_step = world.backend.train_step
-
-    def slow(minibatches: Sequence[Batch]) -> Mapping[str, float]:
-        world.loop.clock = itertools.count(world.now, 40.0).__next__
-        return train_step(minibatches)
-
-    monkeypatch.setattr(world.backend, "train_step", slow)
-    with pytest.raises(WaitTimeout, match=r"version 1 waited 60 s for what older ones sample.* the first is 3; 0 of"):
-        world.loop.run()
 
 
 def test_a_step_whose_groups_were_all_refused_is_a_step() -> None:
@@ -301,104 +94,6 @@ def test_C2_commits_come_every_few_steps_and_once_at_the_end(
     assert world.run() is True
     assert [call for call in world.calls if call.startswith("commit")] == [f"commit {step}" for step in commits]
     assert len(world.backend.trained) == max(0, total - start)
-
-
-def test_an_engine_that_comes_back_is_caught_up_while_the_trainer_waits_for_it() -> None:
-    """No group would ever come otherwise, with this the only engine."""
-    world = World(total_steps=1)
-    produce = world.workers.produce if world.workers else None
-    served = []
-
-    def serve() -> bool:
-        """Groups come only once the engine has been caught up."""
-        if any(call.startswith("catch up") for call in world.calls) and produce is not None:
-            served.append(world.loop.step)
-            produce()
-        return False
-
-    world.loop.stop_requested = serve
-    world.behind = [False, True, False, False]
-    assert world.run() is True
-    before = ["weights", "publish 0", "weights", "catch up 0 [('w', None)]"]
-    assert world.calls == [*before, "logprobs", "train", "journal 1", "weights", "publish 1", "commit 1", "durable"]
-    assert served
-
-
-def test_catching_up_does_not_lengthen_the_wait_for_a_batch() -> None:
-    world = World()
-    world.loop.stop_requested = lambda: False  # and nobody produces
-    world.behind = [True] * 1000
-
-    def slowly(version: int, weights: Any) -> None:
-        world.now += 7.0
-
-    world.loop.catch_up = slowly
-    with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
-        world.run()
-    assert world.now < 60 + 7 + 7
-
-
-def test_a_stop_while_waiting_commits_the_step_that_is_done() -> None:
-    world = World(total_steps=100)
-    stop_requested = world.stop_requested
-    world.loop.stop_requested = lambda: world.loop.step == 3 or stop_requested()
-    assert world.run() is False
-    assert world.calls[-3:] == ["publish 3", "commit 3", "durable"]
-    assert len(world.backend.trained) == 3
-
-
-def test_a_stop_at_once_commits_what_the_run_started_from() -> None:
-    world = World()
-    world.stop = True
-    assert world.run() is False
-    assert world.calls == ["weights", "publish 0", "commit 0", "durable"]
-
-
-def test_a_claim_that_a_stop_overtook_is_not_lost() -> None:
-    """Groups claimed but not trained are in no consumed set, so the next attempt trains them."""
-    world = World()
-    claimed = world.ring.reader.claim
-
-    def claim(num_groups: int, version: WeightVersion) -> list[GroupRef] | None:
-        refs = claimed(num_groups, version)
-        world.stop = refs is not None
-        return refs
-
-    world.ring.reader.claim = claim  # type: ignore[method-assign]
-    assert world.run() is False
-    assert world.backend.trained == []
-    assert world.ring.reader.stats()["claimed"] == 2
-    assert world.ring.reader.state_dict()["consumed"] == {"low": 0, "above": []}
-
-
-def test_what_became_durable_is_looked_at_before_each_step_and_in_each_wait() -> None:
-    """A failed save ends the run at the next step; and what a save frees may be what the workers wait for."""
-    world = World(total_steps=3)
-    world.run()
-    assert world.settled >= 3 + 1  # each step, and the end
-    world, asked = World(total_steps=1), itertools.count()
-    world.loop.stop_requested = lambda: bool(next(asked) > 5 and world.stop_requested())
-    world.run()
-    assert world.settled >= 1 + 5
-
-    def fail(wait: bool) -> None:
-        if world.loop.step == 2:
-            raise OSError(28, "No space left on device")
-
-    world = World(total_steps=9, checkpoint_every=2)
-    world.loop.settle = fail
-    with pytest.raises(OSError, match="No space left"):
-        world.run()
-    assert world.calls[-1] == "commit 2"
-
-
-def test_starvation_ends_with_the_ring_s_own_words() -> None:
-    world = World()
-    world.workers = None
-    ticks = itertools.count(step=20.0)
-    world.loop.clock = lambda: next(ticks)
-    with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch: 0 of 2 groups .*raise limits\.starve_s"):
-        world.run()
 
 
 def test_advantages_reach_the_trajectories_they_were_computed_for() -> None:

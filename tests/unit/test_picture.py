@@ -39,7 +39,7 @@ def test_a_run_that_gets_on_is_told_as_a_chain_to_who_works() -> None:
         [
             seen("generator-0", moved={"tokens generated": 0.2}),
             seen("rollout-0", TICKET, ANSWERS, moved={"groups sealed": 2.0}),
-            seen("trainer-0", BATCH, moved={"optimizer steps": 40.0}),
+            seen("trainer-0", BATCH, moved={"steps trained": 40.0}),
         ],
         QUIET_S,
     )
@@ -199,7 +199,7 @@ def test_a_reward_within_its_limit_is_no_trouble() -> None:
 
 
 def test_one_that_nobody_waits_for_is_trouble_only_when_it_is_silent() -> None:
-    busy = seen("trainer-0", moved={"optimizer steps": 1.0})
+    busy = seen("trainer-0", moved={"steps trained": 1.0})
     told = explain([busy, seen("evaluator-0", absent=SILENT)], QUIET_S)
     assert (told.trouble, told.root) == (("evaluator-0",), "evaluator-0")
     assert explain([busy, seen("evaluator-0", wait("newer weights", "trainer-0"))], QUIET_S).trouble == ()

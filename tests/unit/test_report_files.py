@@ -78,8 +78,59 @@ def test_the_report_word_for_word(two_attempts: RunDir) -> None:
         "  speed         150 tokens trained per second",
         "  time          0:01:20 in steps: 60% training, 30% waiting, 10% publishing weights; generation paused 5%",
         "  groups        sealed 3, filtered 1, failed 0, stale 2, newer 4",
+        f"  next          `areal-hpc ledger {two_attempts.root}` proves that no prompt was lost or trained on twice",
         f"  written       summary.json, curves.png, curves.svg in {two_attempts.root}",
     ]
+
+
+def test_a_run_without_evaluations_says_nothing_of_them(run: RunDir) -> None:
+    write(run, 1, "trainer", [step(1)])
+    stream = io.StringIO()
+    write_report(run, stream)
+    assert not any(line.startswith("  evaluation ") for line in stream.getvalue().splitlines())
+
+
+def test_an_evaluation_that_failed_is_told_with_its_reason_and_is_no_zero(run: RunDir) -> None:
+    reason = "all 8 samples failed, the last by RewardRaised: no\nsuch caf\u00e9"
+    write(run, 1, "evaluator", [("evaluation", {"step": 0, "samples": 0, "failed": 8, "reason": reason})])
+    stream = io.StringIO()
+    write_report(run, stream)
+    told = "all 8 samples failed, the last by RewardRaised: no\\nsuch caf\\xe9"
+    assert f"  not evaluated  step 0: {told}" in stream.getvalue().splitlines()
+    assert "evaluation " not in stream.getvalue()
+    assert f"evaluation   failed at step 0: {told}" in status_lines(run)
+
+
+def test_after_a_failure_the_report_says_how_often_it_was_tried_and_what_to_do(two_attempts: RunDir) -> None:
+    died = ("restart", {"process": "generator-0", "reason": "x", "pause_s": 0.0})
+    again = ("restart", {"process": "run", "reason": "x", "pause_s": 0.0})
+    write(two_attempts, 3, "launcher", [again, died, died, ("run", {"event": "restarting"})])
+    write(two_attempts, 4, "launcher", [again, ("run", {"event": "failed"})])
+    stream = io.StringIO()
+    write_report(two_attempts, stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[1:4] == [
+        "  outcome       failed",
+        "  attempts      4, 2 steps taken back by restarts; the last 2 in a row made no step",
+        "  restarts      generator-0 2",
+    ]
+    assert lines[-4:-1] == [
+        f"  next          `areal-hpc why {two_attempts.root}` tells who waited for whom when it ended",
+        "  next          the same command with --resume goes on from the newest checkpoint",
+        f"  next          `areal-hpc ledger {two_attempts.root}` proves that no prompt was lost or trained on twice",
+    ]
+    facts = json.loads(two_attempts.summary.read_text(encoding="utf-8"))
+    assert (facts["attempts_in_vain"], facts["restarts"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("outcome", "resumes"), [("stopped", True), ("aborted", True), ("finished", False)])
+def test_what_to_do_next_depends_on_how_it_ended(outcome: str, resumes: bool, run: RunDir) -> None:
+    write(run, 1, "trainer", [step(1)])
+    write(run, 1, "launcher", [("run", {"event": outcome})])
+    stream = io.StringIO()
+    write_report(run, stream)
+    assert ("with --resume goes on" in stream.getvalue()) is resumes
+    assert "areal-hpc" not in stream.getvalue()
 
 
 def test_the_report_leaves_its_files_beside_the_run(two_attempts: RunDir) -> None:

@@ -61,6 +61,15 @@ def test_an_evaluation_counts_once_for_a_step_the_last_one() -> None:
     assert [(e.step, e.reward_mean, e.samples) for e in summary.evaluations] == [(0, -2.0, 8), (10, 0.7, None)]
 
 
+def test_an_evaluation_that_failed_counts_as_failed_until_it_succeeds() -> None:
+    failed = {"samples": 0, "reason": "all 8 samples failed"}
+    records = [record("evaluation", 1, step=step, **failed) for step in (0, 5)]
+    summary = summarise([*records, record("evaluation", 2, step=5, reward_mean=0.5)])
+    assert [(e.step, e.reward_mean) for e in summary.evaluations] == [(5, 0.5)]
+    assert summary.failed_evaluations == {0: "all 8 samples failed"}
+    assert summary.facts()["evaluations_failed"] == 1
+
+
 def test_J12_rewards_may_have_any_scale_and_sign() -> None:
     evaluations = [record("evaluation", step=s, reward_mean=r) for s, r in ((0, -40.0), (5, -7.5), (10, -9.0))]
     facts = summarise([step(1, reward_mean=-300.0), *evaluations]).facts()
@@ -89,7 +98,8 @@ def test_facts_are_those_of_numpy() -> None:
 
 def test_E17_a_run_without_a_record_has_a_summary() -> None:
     facts = summarise([]).facts()
-    assert (facts.pop("attempts"), facts.pop("steps_taken_back")) == (0, 0)
+    counts = ("attempts", "attempts_in_vain", "restarts", "steps_taken_back", "evaluations_failed")
+    assert [facts.pop(name) for name in counts] == [0] * 5
     assert set(facts.values()) == {None}
 
 

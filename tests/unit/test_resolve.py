@@ -14,9 +14,9 @@ from areal_hpc.config.checks import CHECKS
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import engine_ranks, model_ranks, ring_capacity
 from areal_hpc.config.keys import keys, type_name, value_of, with_value
-from areal_hpc.config.load import load, stated
 from areal_hpc.config.ranges import RANGES
-from areal_hpc.config.resolve import resolve
+from areal_hpc.config.reading import problems_of
+from areal_hpc.config.resolve import read_config, resolve
 from areal_hpc.config.schema import (
     Config,
     EngineName,
@@ -282,4 +282,76 @@ def test_every_configuration_in_the_repository_fits(path: Path) -> None:
     paths = [ROOT / word for word in command[3:] if word.endswith(".yaml")]
     overrides = [word for word in command[3:] if not word.endswith(".yaml")]
     assert path in paths
-    assert value_of(resolve(load(paths, overrides), stated(paths, overrides)), "name")
+    assert value_of(read_config(paths, overrides), "name")
+
+
+# All that is wrong in one error
+
+LAYER = """\
+name: small
+model: {path: models/tiny}
+prompts: {train: train.jsonl}
+rollout: {reward: tasks:reward}
+trainer: {total_steps: 10}
+"""
+
+
+def found_in(path: Path, text: str, *overrides: str) -> list[str]:
+    """The problems of a file, each on its line."""
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_config([path], overrides)
+    head, *lines = str(caught.value).splitlines()
+    return [line.removeprefix("  - ") for line in lines] if lines else [head]
+
+
+def test_unknown_keys_types_ranges_and_disagreements_come_together_with_their_places(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    text = LAYER + "algorithm: {minibatches: 17, clip_hihg: 0.3}\nweights: {bucket_mb: fast}\nseed: -1\n"
+    assert found_in(file, text, "rollout.workers=49", "model.max_tokens=9000") == [
+        f"algorithm.clip_hihg: unknown key ({file} line 6); did you mean algorithm.clip_high?",
+        f"weights.bucket_mb: expected float, got the text 'fast' ({file} line 7); write a number, without quotes",
+        f"seed: -1 is not in [0, 4294967296); choose a value inside ({file} line 8)",
+        "algorithm.minibatches: 17 exceeds the 16 groups of a step; lower it, or raise algorithm.groups_per_step "
+        f"({file} line 6)",
+        "trainer.tokens_per_microbatch: a sequence of model.max_tokens 9000 exceeds a micro-batch of 8192 tokens "
+        "(times trainer.parallel.context); raise it, or lower model.max_tokens (model.max_tokens: override "
+        "`model.max_tokens=9000`)",
+        "rollout.workers: 49 workers share (buffer.max_staleness + 1) * algorithm.groups_per_step = 48 groups, so some "
+        "could never start one; lower rollout.workers (override `rollout.workers=49`)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "also"),
+    [
+        # each would be a second problem of a stand-in, and is none
+        ("evaluation: {every_steps: 5}\nprompts: {train: a.jsonl, evals: b.jsonl}\n", "prompts.evals: unknown key"),
+        ("algorithm: {minibatches: 17, groups_per_step: many}\n", "algorithm.groups_per_step: expected int"),
+        ("algorithm: {minibatches: 17, groups_per_step: 0}\n", "algorithm.groups_per_step: 0 is not in"),
+        ("algorithm: {name: [ppo], critic: {value_clip: 0.3}}\n", "algorithm.name: expected str"),
+        ("layout: sglang:d4\ngeneration: {tensor_parallel: 2}\n", "layout: 'sglang:d4' names 1 engines and 0 trainers"),
+        ("algorithm: {name: sapo, decoupled: true}\n", "algorithm.decoupled: True disagrees with algorithm.name sapo"),
+        ("trainer: 10\n", "trainer: expected a section with keys of its own"),
+    ],
+)
+def test_what_hangs_on_a_mistake_is_not_reported_besides(wrong: str, also: str, tmp_path: Path) -> None:
+    sections = {line.partition(":")[0] for line in wrong.splitlines()}
+    kept = [line for line in LAYER.splitlines() if line.partition(":")[0] not in sections]
+    (problem,) = found_in(tmp_path / "bad.yaml", "\n".join([*kept, wrong]))
+    assert problem.startswith(also)
+
+
+def test_every_layer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    lines = found_in(tmp_path / "bad.yaml", "name: a\nname: b\n", "trainer", "model.path=[")
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"{tmp_path}/bad.yaml line 2",
+        "override `trainer`",
+        "override `model.path=[`",
+    ]
+
+
+@pytest.mark.parametrize("name", keys())
+def test_a_check_never_judges_a_value_that_is_not_there(name: str) -> None:
+    """Whichever key is unusable, the checks neither fail nor complain of a configuration that is good without it."""
+    assert list(problems_of(CHECKS, GOOD, {name})) == []

@@ -50,6 +50,22 @@ def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> No
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
+def test_a_signal_interrupts_where_it_is_wanted_once_and_also_if_it_came_before() -> None:
+    cleaned = []
+    with Signals() as signals:
+        with pytest.raises(KeyboardInterrupt), signals.interrupting():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                pytest.fail("it went on")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)  # a scheduler sends several; this one finds a clean-up at work
+                cleaned.append(True)
+        assert (signals.count, cleaned) == (2, [True])
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), signals.interrupting():
+            pytest.fail("it began")
+
+
 def test_nohup_is_respected(hangup: Callable[[Any], None]) -> None:
     hangup(signal.SIG_IGN)
     with Signals() as signals:

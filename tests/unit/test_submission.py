@@ -65,6 +65,7 @@ def test_A4_what_is_submitted_is_a_copy_with_absolute_paths(
     copy = tmp_path / "runs/quickstart/slurm/config-0001.yaml"
     assert launch.arguments == ("run", str(copy), "--resume")
     assert load([copy], []).run_root == str(tmp_path / "runs")
+    assert load([copy], []).model.path == str(tmp_path / "models/tiny")
     assert f"--chdir={tmp_path}" in job.options
     assert made.log == tmp_path / "runs/quickstart/slurm/1.log"
     assert copy.stat().st_mode & 0o077 == 0

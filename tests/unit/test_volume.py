@@ -11,8 +11,9 @@ from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
+from faults.images import SECTOR, Image, killed, power_cut, tree
 from faults.mounted import mounted
-from faults.volume import SECTOR, Image, Volume, killed, power_cut, tree
+from faults.volume import Volume
 from hypothesis import given, settings
 
 from areal_hpc import fs

@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_tells_what_it_waited_for_last(run: RunDir) -> Non
 
 
 def test_a_run_that_got_stuck_and_ended_tells_what_the_watchdog_said(run: RunDir) -> None:
-    attempt = Attempt(run, "failed")
+    attempt = Attempt(run, "failed", about="stuck for 600 s at generator-0")
     attempt.says("trainer-0", ended=True)
     attempt.dir.stall.write_text("stuck for 600 s at generator-0:\ntrainer-0 waits for ...\n")
     assert why_lines(run) == [

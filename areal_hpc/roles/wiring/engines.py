@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.fs import fsync_directory
@@ -42,23 +43,37 @@ def dotted(path: str, key: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{key} = {path!r} cannot be imported: {error}; give module:name on the Python path"
+            f"{key} = {path!r} cannot be imported: {error}; "
+            f"give module:name of a module in {Path.cwd()} or on PYTHONPATH"
         ) from error
 
 
-def make_model(config: Config) -> None:
-    """Write the model directory if it is not there and the configuration says how: only a launcher does that.
-
-    Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
+def check_model(config: Config) -> None:
+    """See that there is a model, or how to make it.
 
     Raises:
         DataError: it is not there, and nothing says how to make it.
+        ConfigError: its maker cannot be imported.
     """
     path = Path(config.model.path)
     if path.is_dir():
         return
     if not config.model.maker:
-        raise DataError(f"model.path: there is no directory {path}; give the path of a Hugging Face checkpoint")
+        raise DataError(
+            f"model.path: there is no directory {path.absolute()} ({FROM_HERE}); give the path of a Hugging Face "
+            "checkpoint"
+        )
+    dotted(config.model.maker, "model.maker")
+
+
+def make_model(config: Config) -> None:
+    """Write the model directory if it is not there: only a launcher does that.
+
+    Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
+    """
+    path = Path(config.model.path)
+    if path.is_dir():
+        return
     log.info("making the model %s (this happens once)", path)
     maker = dotted(config.model.maker, "model.maker")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,29 +10,28 @@ from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
-from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.roles.wiring.engines import check_model, dotted
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
 
 def preflight(config: Config) -> None:
-    """Open, import and make what the processes of the run will need; what takes longest comes last.
+    """Open and import what the processes of the run will need.
 
     Raises:
         DataError: a data set, one of its rows, or the model directory cannot be used.
         ConfigError: this version cannot start a backend; a workflow, reward, loss or model's maker cannot be imported.
     """
     _refuse_what_cannot_start(config)
+    check_model(config)
+    if Path(config.model.path).is_dir():
+        check_made(config)
     if config.algorithm.loss:
         dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
         check_replay(config)
-        _prepare_models(config)
-        return
-    if is_offline(config.algorithm):
-        _prepare_models(config)
-        check_answers(config)
+    if config.replay.run or is_offline(config.algorithm):
         return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
@@ -41,7 +40,6 @@ def preflight(config: Config) -> None:
             raise DataError(f"prompts.eval: {config.prompts.eval} has no rows; give a data set that has some")
     dotted(config.rollout.workflow, "rollout.workflow")
     asyncio.run(_load_reward(config))
-    _prepare_models(config)
 
 
 def _refuse_what_cannot_start(config: Config) -> None:
@@ -51,8 +49,14 @@ def _refuse_what_cannot_start(config: Config) -> None:
         raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
 
 
-def _prepare_models(config: Config) -> None:
-    make_model(config)
+def check_made(config: Config) -> None:
+    """What can be said only of a model that is there.
+
+    Raises:
+        DataError: it does not go with the reference model, or with the answers that an offline algorithm learns from.
+    """
+    if is_offline(config.algorithm):
+        check_answers(config)
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
 

@@ -1,0 +1,33 @@
+"""Exit codes: of ``areal-hpc``, of the processes of a run, and what the batch script of a Slurm job goes by.
+
+The numbers are those that other programs know: 2 as of a shell's usage errors, 70 and 75 of sysexits.h, 130 as of a
+shell whose command was interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Final
+
+EXIT_DONE: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_USER_ERROR: Final = 2
+EXIT_STALLED: Final = 70  # EX_SOFTWARE
+EXIT_STOPPED: Final = 75  # EX_TEMPFAIL: start me again
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+
+MEANINGS: Final[Mapping[int, str]] = {
+    EXIT_DONE: "done",
+    EXIT_FAILED: "failed, or ended by force, or (ledger) violated; the last lines say why",
+    EXIT_USER_ERROR: "a mistake to mend; the message says how",
+    EXIT_STALLED: "nobody got on for limits.stall_s; the message says who waited for whom",
+    EXIT_STOPPED: "stopped on request, in order; the same command with --resume goes on",
+    EXIT_INTERRUPTED: "interrupted before a run was begun",
+}
+"""What each tells whoever started the command."""
+
+
+def exit_lines() -> list[str]:
+    """The table as ``areal-hpc --help`` shows it."""
+    return [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]
