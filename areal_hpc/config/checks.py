@@ -14,7 +14,7 @@ from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import model_ranks, ring_capacity
 from areal_hpc.config.keys import value_of
-from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.config.schema import Config, EngineName, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
@@ -37,10 +37,18 @@ def check_not_empty(config: Config) -> Iterator[str]:
 
 
 def check_dotted_paths(config: Config) -> Iterator[str]:
-    for name in ("model.maker", "rollout.reward", "rollout.workflow", "algorithm.loss"):
+    for name in ("model.maker", "rollout.reward", "rollout.workflow", "agent.python", "algorithm.loss"):
         path = value_of(config, name)
         if path and not DOTTED_PATH.fullmatch(path):
             yield f"{name}: {path!r} is no dotted path; write it as module:name"
+
+
+def check_agent(config: Config) -> Iterator[str]:
+    agent, default = config.agent, RolloutConfig(reward="").workflow
+    if agent.python and agent.command:
+        yield "agent: both `python` and `command` are given; keep one of the two"
+    if (agent.python or agent.command) and config.rollout.workflow != default:
+        yield f"rollout.workflow: an agent runs the episodes, so {config.rollout.workflow} would not; leave it out"
 
 
 def check_wandb_mode(config: Config) -> Iterator[str]:
@@ -231,6 +239,7 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_name,
     check_not_empty,
     check_dotted_paths,
+    check_agent,
     check_wandb_mode,
     check_trainer_ranks,
     check_virtual_pipeline,

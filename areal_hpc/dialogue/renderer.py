@@ -33,24 +33,67 @@ class ChatRenderer:
         self._lock = threading.Lock()
         self.eos_token_ids = _eos_token_ids(self._path, self._tokenizer)
 
+    @property
+    def template(self) -> str:
+        """The chat template's text; of several named ones, all."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of the conversation and of the header that begins the assistant's next turn.
 
         Raises:
             DataError: the template refuses the messages.
         """
+        return self.conversation(messages)
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        header: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The ids of the conversation, with tools.
+
+        Args:
+            tools: function schemas as the client sent them; the template decides how they are shown.
+            header: whether the header of the assistant's next turn follows.
+            options: the template's own arguments, such as ``enable_thinking``.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
         from jinja2 import TemplateError
 
-        conversation = [dict(message) for message in messages]
+        dialogue = [dict(message) for message in messages]
         try:
             with self._lock:
-                rendered = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
-        except TemplateError as error:
-            roles = [message.get("role") for message in conversation]
+                rendered = self._tokenizer.apply_chat_template(
+                    dialogue, tools=list(tools) or None, add_generation_prompt=header, **(options or {})
+                )
+        except (TemplateError, TypeError) as error:  # a template that adds None to a text raises the latter
+            roles = [message.get("role") for message in dialogue]
             raise DataError(
                 f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
             ) from error
         return as_token_ids(rendered)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a plain text; special tokens that it spells are those tokens."""
+        with self._lock:
+            ids = self._tokenizer.encode(text, add_special_tokens=False, truncation=False)
+        return tuple(int(token) for token in ids)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` with its special tokens, since some models write tool calls with them."""
+        with self._lock:
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        assert isinstance(text, str)
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens, its spaces as they are."""

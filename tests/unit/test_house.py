@@ -33,6 +33,7 @@ GROUND = {
 WINGS = {
     "prompts",
     "rollout",
+    "proxy",
     "generation",
     "buffer",
     "training",

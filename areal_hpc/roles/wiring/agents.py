@@ -1,0 +1,61 @@
+"""What runs an episode: the configured workflow, or an agent behind a service of its own in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from areal_hpc.config.schema import Config, ToolFormatName
+from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.dialogue.tool_formats import FORMATS, detect
+from areal_hpc.protocols import Generator, Workflow
+from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent
+from areal_hpc.proxy.app import Service, serve
+from areal_hpc.proxy.sessions import Sessions
+from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.rollout.episodes import sampling
+
+
+def has_agent(config: Config) -> bool:
+    return bool(config.agent.python or config.agent.command)
+
+
+def make_agent(config: Config) -> Agent:
+    """Raises ConfigError if the class cannot be imported."""
+    agent = config.agent
+    if agent.command:
+        return command_agent(agent.command, agent.env)
+    return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args))
+
+
+@asynccontextmanager
+async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator: Generator) -> AsyncIterator[Workflow]:
+    """The workflow of this process; of an agent, while its service is up."""
+    config = process.config
+    if not has_agent(config):
+        workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
+        yield workflow
+        return
+    agent, sessions = make_agent(config), Sessions(renderer, idle_s=config.agent.idle_s)
+    name = config.agent.tool_format
+    service = Service(
+        sessions=sessions,
+        dialogue=renderer,
+        format=FORMATS[detect(renderer.template) if name is ToolFormatName.AUTO else name],
+        model=Path(config.model.path).name,
+        open_session=partial(
+            sessions.open,
+            generator=generator,
+            sampling=sampling(config.rollout.sampling, config.seed),
+            max_tokens=config.model.max_tokens,
+            max_turns=config.agent.max_turns,
+        ),
+        admin_token=process.token,
+        discount=config.agent.discount,
+    )
+    async with serve(service) as url:
+        process.publish_endpoint({"url": url})
+        yield AgentWorkflow(agent, sessions, url, config.agent)
