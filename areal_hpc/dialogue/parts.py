@@ -58,12 +58,12 @@ class Reading:
     def _reasoning(self, text: str, final: bool) -> tuple[str, str | None]:
         """Reasoning, and what follows it; None while it is not known that anything does."""
         begun = text.lstrip()
+        if not final and THINK.startswith(begun) and begun != THINK:
+            return "", None  # nothing yet, or the beginning of the marker
         if begun.startswith(THINK):
             inside = begun.removeprefix(THINK)
         elif self.thinking:
             inside = text
-        elif not final and THINK.startswith(begun):
-            return "", None  # nothing yet, or the beginning of the marker
         else:
             return "", text
         thought, closed, said = inside.partition(THOUGHT)
