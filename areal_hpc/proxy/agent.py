@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -82,8 +83,7 @@ class AgentWorkflow:
     async def _attempt(self, task: Task) -> float | None:
         try:
             with waiting("the agent to finish", "an agent", limit_s=None):
-                reward = await self._agent(task)
-            return None if reward is None else float(reward)
+                return await self._agent(task)
         except (AgentError, ConfigError):
             raise
         except Exception as error:  # an agent is a stranger's code: whatever it raises fails this sample, and is told
@@ -116,9 +116,11 @@ def python_agent(make: Callable[[], Any]) -> Agent:
 
 
 def _number(reward: Any) -> float | None:
-    if reward is not None and not isinstance(reward, int | float):
-        raise AgentError(f"the agent returned a {type(reward).__name__} where a reward was expected; return a number")
-    return reward
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise AgentError(f"the agent returned {reward!r} where a reward was expected; return a finite number or None")
+    return float(reward)
 
 
 def command_agent(command: Sequence[str], passed: Sequence[str]) -> Agent:

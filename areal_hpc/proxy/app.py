@@ -1,6 +1,6 @@
 """The HTTP service: the model APIs for agents, and ``/rl`` for sessions and rewards.
 
-    async with serve(Service(sessions, dialogue, format, ...)) as url:      loopback, a port that the kernel chose
+    async with serve(Service(sessions=..., dialect=..., ...)) as url:      loopback, a port that the kernel chose
         OPENAI_BASE_URL=url/v1  OPENAI_API_KEY=session.key  python agent.py
 
     client ── request ──> Call: placed, generated ── deltas ──> client
@@ -23,9 +23,8 @@ from typing import Any
 from aiohttp import web
 
 from areal_hpc.dialogue.parts import Parts
-from areal_hpc.dialogue.tool_formats import ToolFormat
 from areal_hpc.proxy.anthropic import MESSAGES
-from areal_hpc.proxy.calls import Call, Dialogue, Told, placed
+from areal_hpc.proxy.calls import Call, Dialect, Told, placed
 from areal_hpc.proxy.chat import CHAT, COMPLETIONS
 from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
 from areal_hpc.proxy.exports import exported
@@ -58,8 +57,7 @@ class Service:
     """
 
     sessions: Sessions
-    dialogue: Dialogue
-    format: ToolFormat
+    dialect: Dialect
     model: str
     open_session: Callable[[], Session]
     admin_token: str
@@ -106,7 +104,7 @@ class Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._service.sessions.of_key(_key(request))
             ask = api.parse(await _body(request))
-            call = Call(session, ask, self._service.dialogue, self._service.format)
+            call = Call(session, ask, self._service.dialect)
             if ask.stream:
                 return await self._streamed(request, api.stream(call), call)
             return web.json_response(api.whole(call, await call.run()))
@@ -157,7 +155,7 @@ class Routes:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._service.sessions.of_key(_key(request))
-        place = placed(session, MESSAGES.parse(await _body(request)), self._service.dialogue)
+        place = placed(session, MESSAGES.parse(await _body(request)), self._service.dialect)
         return web.json_response({"input_tokens": len(place.context)})
 
     async def models(self, _: web.Request) -> web.Response:

@@ -35,6 +35,17 @@ class Dialogue(Template, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How the served model is spoken with."""
+
+    dialogue: Dialogue
+    written: ToolFormat
+    """How it writes calls of tools."""
+    trouble: str = ""
+    """Why tools cannot be used with it; empty if they can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """One choice of an answer, as the client gets it."""
 
@@ -54,11 +65,11 @@ class Call:
         Refused: the session has ended, the messages cannot be rendered, or leave no room for an answer.
     """
 
-    def __init__(self, session: Session, ask: Ask, dialogue: Dialogue, written: ToolFormat) -> None:
-        self.session, self.ask, self._dialogue = session, ask, dialogue
-        self.place = placed(session, ask, dialogue)
-        self._reading = self._read_as(written)
-        context = self.place.context + dialogue.encode(self._reading.prefix)
+    def __init__(self, session: Session, ask: Ask, dialect: Dialect) -> None:
+        self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
+        self.place = placed(session, ask, dialect)
+        self._reading = self._read_as(dialect.written)
+        context = self.place.context + self._dialogue.encode(self._reading.prefix)
         self.place = replace(self.place, context=context)
         self._room = session.max_tokens - len(context)
         if self._room < 1:
@@ -166,9 +177,11 @@ class Call:
         )
 
 
-def placed(session: Session, ask: Ask, dialogue: Dialogue) -> Place:
+def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:
     """Where a request belongs in its session. Raises Refused if it cannot be rendered."""
     tools = () if ask.choice.mode == "none" else ask.tools
+    if tools and dialect.trouble:
+        raise Refused(400, dialect.trouble, param="tools")
     try:
         if ask.text is None:
             return session.transcript.place(ask.messages, tools, ask.options)
@@ -177,7 +190,7 @@ def placed(session: Session, ask: Ask, dialogue: Dialogue) -> Place:
     return Place(
         parent=None,
         drift=Drift.START,
-        context=dialogue.encode(ask.text),
+        context=dialect.dialogue.encode(ask.text),
         messages=({"role": "text", "content": ask.text},),
         tools=(),
         options={},

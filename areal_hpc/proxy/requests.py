@@ -75,9 +75,9 @@ def given(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        wanted = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
-        raise Refused(400, f"{name} must be of type {wanted}", param=name)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise Refused(400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}", param=name)
     return value
 
 

@@ -22,9 +22,7 @@ from replayed import Conversation
 def main(num: int) -> int:
     result: dict[str, object] = {"conversations": num}
     mismatched = 0
-    print(
-        f"{'family':12} {'talks':>6} {'turns':>7} {'start':>6} {'clean':>6} {'realign':>7} {'fork':>6} {'mismatches':>10}"
-    )
+    print("family        talks   turns  start  clean realign   fork mismatches")
     for family in FAMILIES:
         drifts: Counter[str] = Counter()
         wrong = 0

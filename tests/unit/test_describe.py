@@ -135,6 +135,14 @@ algorithm.kl.horizon: int
 algorithm.critic.path: str
 algorithm.critic.lr_scale: float
 algorithm.critic.value_clip: float
+agent.python: str
+agent.args: mapping
+agent.command: list of str
+agent.env: list of str
+agent.max_turns: int
+agent.discount: float
+agent.tool_format: auto | hermes | qwen | qwen_coder | llama3 | deepseek | glm | kimi
+agent.idle_s: float
 generation.backend: embedded | sglang | vllm
 generation.replicas: int
 generation.tensor_parallel: int

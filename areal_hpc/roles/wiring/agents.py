@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.config.schema import Config, ToolFormatName
+from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.tool_formats import FORMATS, detect
 from areal_hpc.protocols import Generator, Workflow
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent
 from areal_hpc.proxy.app import Service, serve
+from areal_hpc.proxy.calls import Dialect
 from areal_hpc.proxy.sessions import Sessions
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
@@ -31,6 +33,11 @@ def make_agent(config: Config) -> Agent:
     return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args))
 
 
+def make_dialect(renderer: ChatRenderer, name: ToolFormatName) -> Dialect:
+    written = FORMATS[detect(renderer.template) if name is ToolFormatName.AUTO else name]
+    return Dialect(dialogue=renderer, written=written, trouble=tool_trouble(renderer))
+
+
 @asynccontextmanager
 async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator: Generator) -> AsyncIterator[Workflow]:
     """The workflow of this process; of an agent, while its service is up."""
@@ -40,11 +47,9 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         yield workflow
         return
     agent, sessions = make_agent(config), Sessions(renderer, idle_s=config.agent.idle_s)
-    name = config.agent.tool_format
     service = Service(
         sessions=sessions,
-        dialogue=renderer,
-        format=FORMATS[detect(renderer.template) if name is ToolFormatName.AUTO else name],
+        dialect=make_dialect(renderer, config.agent.tool_format),
         model=Path(config.model.path).name,
         open_session=partial(
             sessions.open,
