@@ -15,8 +15,10 @@ import json
 import math
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from areal_hpc.config.schema import AgentConfig
@@ -102,15 +104,34 @@ def _data(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.metadata, "id": prompt.id, "messages": [dict(m) for m in prompt.messages], "answer": prompt.answer}
 
 
-def python_agent(make: Callable[[], Any]) -> Agent:
-    """An object with ``run(data, *, base_url, api_key, http_client)``; one that is no coroutine runs in a thread."""
+@asynccontextmanager
+async def shared_http_client() -> AsyncIterator[Any]:
+    """Connections for the OpenAI clients of all episodes; None where the package is not installed.
+
+    A client makes its own otherwise, and its TLS settings alone cost tens of milliseconds for each episode.
+    """
+    if find_spec("openai") is None:
+        yield None
+        return
+    from openai import DefaultAsyncHttpxClient
+
+    async with DefaultAsyncHttpxClient(trust_env=False) as client:
+        yield client
+
+
+def python_agent(make: Callable[[], Any], http_client: Any = None) -> Agent:
+    """An object with ``run(data, *, base_url, api_key, http_client)``; one that is no coroutine runs in a thread.
+
+    Args:
+        http_client: shared by the episodes, which must not close it; what runs in a thread makes its own.
+    """
     agent = make()
 
     async def attempt(task: Task) -> float | None:
-        words = {"base_url": f"{task.url}/v1", "api_key": task.key, "http_client": None}
+        words = {"base_url": f"{task.url}/v1", "api_key": task.key}
         if inspect.iscoroutinefunction(agent.run):
-            return _number(await agent.run(dict(task.data), **words))
-        return _number(await asyncio.to_thread(agent.run, dict(task.data), **words))
+            return _number(await agent.run(dict(task.data), **words, http_client=http_client))
+        return _number(await asyncio.to_thread(agent.run, dict(task.data), **words, http_client=None))
 
     return attempt
 

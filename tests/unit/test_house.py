@@ -52,6 +52,7 @@ DOORS = {
     "torch_npu": ("accelerator.py",),
     "transformers": ("dialogue/renderer.py", "generation/embedded/", "training/reference.py", "tasks/tiny_model.py"),
     "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
+    "openai": ("proxy/agent.py",),
     "mpi4py": ("cluster/rendezvous.py",),
     "msgpack": ("buffer/",),
     "datasets": ("prompts.py",),

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from areal_hpc.config.schema import Config, ToolFormatName
 from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.tool_formats import FORMATS, detect
 from areal_hpc.protocols import Generator, Workflow
-from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent
+from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent, shared_http_client
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.calls import Dialect
 from areal_hpc.proxy.sessions import Sessions
@@ -25,12 +26,12 @@ def has_agent(config: Config) -> bool:
     return bool(config.agent.python or config.agent.command)
 
 
-def make_agent(config: Config) -> Agent:
+def make_agent(config: Config, http_client: Any = None) -> Agent:
     """Raises ConfigError if the class cannot be imported."""
     agent = config.agent
     if agent.command:
         return command_agent(agent.command, agent.env)
-    return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args))
+    return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args), http_client)
 
 
 def make_dialect(renderer: ChatRenderer, name: ToolFormatName) -> Dialect:
@@ -46,7 +47,7 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
         yield workflow
         return
-    agent, sessions = make_agent(config), Sessions(renderer, idle_s=config.agent.idle_s)
+    sessions = Sessions(renderer, idle_s=config.agent.idle_s)
     service = Service(
         sessions=sessions,
         dialect=make_dialect(renderer, config.agent.tool_format),
@@ -61,6 +62,6 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         admin_token=process.token,
         discount=config.agent.discount,
     )
-    async with serve(service) as url:
+    async with serve(service) as url, shared_http_client() as http_client:
         process.publish_endpoint({"url": url})
-        yield AgentWorkflow(agent, sessions, url, config.agent)
+        yield AgentWorkflow(make_agent(config, http_client), sessions, url, config.agent)
