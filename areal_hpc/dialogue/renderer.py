@@ -6,6 +6,7 @@ the fast tokenizers of transformers may not be used by two threads at once ("Alr
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class ChatRenderer:
         if not self._tokenizer.chat_template:
             raise DataError(f"{model_path} has no chat template; add chat_template.jinja, or use a chat model")
         self._lock = threading.Lock()
+        self._own_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self.eos_token_ids = _eos_token_ids(self._path, self._tokenizer)
 
     @property
@@ -68,6 +70,8 @@ class ChatRenderer:
         from jinja2 import TemplateError
 
         dialogue = [dict(message) for message in messages]
+        if taken := self._own_arguments & set(options or {}):  # "tokenize", "chat_template" and their like
+            raise DataError(f"template arguments {sorted(taken)} are not the template's own; leave them out")
         try:
             with self._lock:
                 rendered = self._tokenizer.apply_chat_template(
@@ -81,9 +85,16 @@ class ChatRenderer:
         return as_token_ids(rendered)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a plain text; special tokens that it spells are those tokens."""
-        with self._lock:
-            ids = self._tokenizer.encode(text, add_special_tokens=False, truncation=False)
+        """The ids of a plain text; special tokens that it spells are those tokens.
+
+        Raises:
+            DataError: it is no text, such as half of a surrogate pair, which JSON allows.
+        """
+        try:
+            with self._lock:
+                ids = self._tokenizer.encode(text, add_special_tokens=False, truncation=False)
+        except TypeError as error:
+            raise DataError(f"the text cannot be encoded: {error}") from error
         return tuple(int(token) for token in ids)
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -57,11 +57,12 @@ def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
     """The parameter types that the tools' schemas give."""
     found = {}
     for tool in tools:
-        function = tool.get("function") or {}
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        for key, schema in properties.items():
+        function = tool["function"]
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        for key, schema in properties.items() if isinstance(properties, Mapping) else ():
             if isinstance(schema, Mapping) and isinstance(schema.get("type"), str):
-                found[str(function.get("name")), str(key)] = schema["type"]
+                found[str(function["name"]), str(key)] = schema["type"]
     return found
 
 

@@ -72,6 +72,8 @@ class Place:
     parent: int | None
     """The turn whose conversation it follows, and whose tokens it continues if the drift says so."""
     drift: Drift
+    num_known: int
+    """Turns that had been committed when the request came."""
     context: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
@@ -132,6 +134,7 @@ class Transcript:
         return Place(
             parent=parent,
             drift=drift,
+            num_known=len(self.turns),
             context=context,
             messages=tuple(messages),
             tools=tuple(tools),
@@ -164,6 +167,19 @@ class Transcript:
             return None
         return end + 1 if whole[: end + 1] == before[: end + 1] else None
 
+    def plain(self, context: tuple[int, ...], text: str) -> Place:
+        """A request to continue a plain text: no conversation, and nothing continues it."""
+        message = {"role": "text", "content": text}
+        return Place(
+            parent=None,
+            drift=Drift.START,
+            num_known=len(self.turns),
+            context=context,
+            messages=(message,),
+            tools=(),
+            options={},
+        )
+
     def commit(self, place: Place, completion: Completion, answer: Message, call: str = "") -> int:
         """Write a turn down; its number."""
         number = len(self.turns)
@@ -178,18 +194,19 @@ class Transcript:
     ) -> dict[int, float]:
         """What each turn is worth: its own reward and the discounted mean of what followed from it.
 
-        A turn that nothing followed from has the episode's ``final`` reward, unless it has one of its own, or was
-        asked for again later with the same context (a retry: what it said was not used). Turns without any credit are
-        missing.
+        A turn that nothing followed from has the episode's ``final`` reward, unless it has one of its own, or the same
+        context was sent again after it (a retry: what it said was not used). Turns without any credit are missing.
         """
         rewards = rewards or {}
         children = self._children()
-        last_call = {turn.place.context: turn.call for turn in self.turns}
+        num_known: dict[tuple[int, ...], int] = {}  # turns that the last request with a context had before it
+        for turn in self.turns:
+            num_known[turn.place.context] = max(turn.place.num_known, num_known.get(turn.place.context, 0))
         worth: dict[int, float] = {}
         for number in reversed(range(len(self.turns))):
             turn, own = self.turns[number], rewards.get(number)
             later = [worth[child] for child in children[number] if child in worth]
-            if own is None and not children[number] and last_call[turn.place.context] == turn.call:
+            if own is None and not children[number] and num_known[turn.place.context] <= number:
                 own = final
             if own is not None or later:
                 worth[number] = (own or 0.0) + (discount * (sum(later) / len(later)) if later else 0.0)

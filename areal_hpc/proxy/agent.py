@@ -16,12 +16,15 @@ import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from areal_hpc.config.schema import AgentConfig
+from areal_hpc.dialogue.transcript import Drift
 from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.sessions import Session, Sessions
@@ -31,6 +34,8 @@ from areal_hpc.waits import waiting
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What a command sees of this process's environment, which may hold secrets that are not an agent's."""
 NO_PROXY = "127.0.0.1,localhost,::1"
+MAX_THREADS = 1024
+"""Agents that are no coroutines run at once, each in a thread; they wait for the engine nearly all the time."""
 LAST_OUTPUT = 2000
 REAP_LIMIT_S = 5.0
 
@@ -44,6 +49,7 @@ class Task:
     key: str
 
 
+Record = Callable[[str, Mapping[str, Any]], None]
 Agent = Callable[[Task], Awaitable[float | None]]
 """Runs one attempt; its reward, or None where it gives none. Raises whatever it raises."""
 
@@ -53,10 +59,13 @@ class AgentWorkflow:
 
     Args:
         url: of the service that has ``sessions``, without ``/v1``.
+        record: is told of each attempt how many turns it had, and how each fitted to those before it.
     """
 
-    def __init__(self, agent: Agent, sessions: Sessions, url: str, config: AgentConfig) -> None:
-        self._agent, self._sessions, self._url, self._config = agent, sessions, url, config
+    def __init__(
+        self, agent: Agent, sessions: Sessions, url: str, config: AgentConfig, record: Record = lambda *_: None
+    ) -> None:
+        self._agent, self._sessions, self._url, self._config, self._record = agent, sessions, url, config, record
 
     async def run(self, prompt: Prompt, episode: Episode) -> Sequence[Trajectory]:
         """The trajectories of one attempt.
@@ -78,7 +87,11 @@ class AgentWorkflow:
                 session.reward(reward)
             elif session.final is None and not session.rewards:
                 session.final = await episode.score(session.transcript.turns[-1].answer["content"], prompt)
-            return session.trajectories(self._config.discount)
+            trajectories = session.trajectories(self._config.discount)
+            drifts = session.transcript.drifts
+            counts = {str(drift): drifts[drift] for drift in Drift}
+            self._record("agent", {"turns": drifts.total(), **counts, "trajectories": len(trajectories)})
+            return trajectories
         finally:
             self._sessions.close(session)
 
@@ -125,13 +138,14 @@ def python_agent(make: Callable[[], Any], http_client: Any = None) -> Agent:
     Args:
         http_client: shared by the episodes, which must not close it; what runs in a thread makes its own.
     """
-    agent = make()
+    agent, threads = make(), ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
 
     async def attempt(task: Task) -> float | None:
         words = {"base_url": f"{task.url}/v1", "api_key": task.key}
         if inspect.iscoroutinefunction(agent.run):
             return _number(await agent.run(dict(task.data), **words, http_client=http_client))
-        return _number(await asyncio.to_thread(agent.run, dict(task.data), **words, http_client=None))
+        blocking = partial(agent.run, dict(task.data), **words, http_client=None)
+        return _number(await asyncio.get_running_loop().run_in_executor(threads, blocking))
 
     return attempt
 

@@ -6,8 +6,8 @@
     client ── request ──> Call: placed, generated ── deltas ──> client
                             └─ committed ── the last event ──> client        in this order
 
-A stream's status is sent with its first token, so that an engine that fails at once is a 503 that clients try again;
-one that breaks later ends with an error event, and its session is not trained on.
+A stream's status is sent with its first token (or the first comment that keeps it alive), so that an engine that fails
+at once is a 503 that clients try again; one that breaks later ends with an error event, and its session is not trained.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ APIS = {
     "/v1/messages": MESSAGES,
 }
 Progress = tuple[int, Parts] | None
-"""A choice and what is certain of it; None when the call has ended."""
+"""A choice and what is certain of it; None in the queue when the call has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,30 +128,22 @@ class Routes:
         progress: asyncio.Queue[Progress] = asyncio.Queue()
         running = asyncio.ensure_future(call.run(lambda choice, parts: progress.put_nowait((choice, parts))))
         running.add_done_callback(lambda _: progress.put_nowait(None))
+        news = _following(progress, self._service.keep_alive_s)
         try:
-            first = await progress.get()
-            if first is None and running.exception() is not None:
-                raise running.exception() or AssertionError
-            return await self._sent(request, stream, call, _Following(first, progress, running))
+            first = await anext(news, None)
+            if running.done():
+                running.result()  # it may have failed at once
+            response = web.StreamResponse(headers=HEADERS)
+            await response.prepare(request)
+            await response.write(b"".join(stream.begin()))
+            await response.write(_told(stream, first))
+            async for one in news:
+                await response.write(_told(stream, one))
+            await response.write(b"".join(_ending(stream, call, running)))
+            await response.write_eof()
+            return response
         finally:
             running.cancel()
-
-    async def _sent(
-        self, request: web.Request, stream: Stream, call: Call, following: _Following
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers=HEADERS)
-        await response.prepare(request)
-        await response.write(b"".join(stream.begin()))
-        try:
-            async for news in following.parts(self._service.keep_alive_s):
-                await response.write(KEEP_ALIVE if news is None else b"".join(stream.delta(*news)))
-            ending = stream.end(following.running.result())
-        except Refused as refused:
-            call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
-            ending = stream.broken(refused)
-        await response.write(b"".join(ending))
-        await response.write_eof()
-        return response
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._service.sessions.of_key(_key(request))
@@ -201,25 +193,30 @@ class Routes:
             raise Refused(401, "this needs the admin token", code="invalid_api_key")
 
 
-@dataclass(frozen=True, slots=True)
-class _Following:
-    """A running call and what it tells."""
+async def _following(progress: asyncio.Queue[Progress], keep_alive_s: float) -> AsyncIterator[Progress]:
+    """What a call tells until it ends, and None where it told nothing for ``keep_alive_s`` seconds."""
+    while True:
+        try:
+            news = await asyncio.wait_for(progress.get(), keep_alive_s)
+        except TimeoutError:
+            yield None
+            continue
+        if news is None:
+            return
+        yield news
 
-    first: Progress
-    progress: asyncio.Queue[Progress]
-    running: asyncio.Future[list[Told]]
 
-    async def parts(self, keep_alive_s: float) -> AsyncIterator[Progress]:
-        """What is new, until the call has ended; None where nothing was for ``keep_alive_s`` seconds."""
-        news = self.first
-        while news is not None:
-            yield news
-            while True:
-                try:
-                    news = await asyncio.wait_for(self.progress.get(), keep_alive_s)
-                    break
-                except TimeoutError:
-                    yield None
+def _told(stream: Stream, news: Progress) -> bytes:
+    return KEEP_ALIVE if news is None else b"".join(stream.delta(*news))
+
+
+def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> list[bytes]:
+    """The last events of a call that has ended, well or not."""
+    try:
+        return stream.end(running.result())
+    except Refused as refused:
+        call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
+        return stream.broken(refused)
 
 
 def _key(request: web.Request) -> str:

@@ -16,7 +16,7 @@ from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import THINK, Parts, Reading
 from areal_hpc.dialogue.text import IncrementalText, first_stop, without_partial_stop
 from areal_hpc.dialogue.tool_formats import ToolFormat, kinds_of
-from areal_hpc.dialogue.transcript import Drift, Place, Template
+from areal_hpc.dialogue.transcript import Place, Template
 from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.proxy.requests import Ask, Refused
 from areal_hpc.proxy.sessions import Session
@@ -183,15 +183,8 @@ def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:
     if tools and dialect.trouble:
         raise Refused(400, dialect.trouble, param="tools")
     try:
-        if ask.text is None:
-            return session.transcript.place(ask.messages, tools, ask.options)
+        if ask.text is not None:
+            return session.transcript.plain(dialect.dialogue.encode(ask.text), ask.text)
+        return session.transcript.place(ask.messages, tools, ask.options)
     except DataError as error:
-        raise Refused(400, str(error), param="messages") from error
-    return Place(
-        parent=None,
-        drift=Drift.START,
-        context=dialect.dialogue.encode(ask.text),
-        messages=({"role": "text", "content": ask.text},),
-        tools=(),
-        options={},
-    )
+        raise Refused(400, f"the request cannot be rendered: {error}", param="messages") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def parse_chat(body: Mapping[str, Any]) -> Ask:
         raise Refused(400, "messages must be a list with at least one message", param="messages")
     wanted = given(body, "response_format", dict, {})
     if wanted.get("type") in ("json_schema", "json_object"):
-        messages = with_schema(messages, (wanted.get("json_schema") or {}).get("schema"))
+        messages = with_schema(messages, given(wanted, "json_schema", dict, {}).get("schema"))
     tools = function_tools(given(body, "tools", list, []))
     return Ask(
         messages=messages,
@@ -81,7 +82,9 @@ def _message(number: int, one: Any) -> Message:
 
 def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call["function"]
-    return {"id": str(call.get("id") or ""), "name": str(function["name"]), "arguments": str(function["arguments"])}
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": str(call.get("id") or ""), "name": str(function["name"]), "arguments": text}
 
 
 def _choice(chosen: Any) -> Choice:

@@ -29,7 +29,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
     messages = tuple(_messages(given(body, "instructions", str, ""), items))
     if not messages:
         raise Refused(400, "input must be a text or a list with at least one item", param="input")
-    wanted = given(body, "text", dict, {}).get("format") or {}
+    wanted = given(given(body, "text", dict, {}), "format", dict, {})
     if wanted.get("type") in ("json_schema", "json_object"):
         messages = with_schema(messages, wanted.get("schema"))
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))

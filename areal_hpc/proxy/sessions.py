@@ -46,7 +46,6 @@ class Session:
         Raises:
             Refused: the session has ended, or used its turns up.
         """
-        self.used = time.monotonic()
         if self.ended:
             raise Refused(400, "this session has ended; start another one", code="session_ended")
         if self.num_calls + num_choices > self.max_turns:
@@ -64,7 +63,6 @@ class Session:
         Raises:
             Refused: no such request, or no finite number.
         """
-        self.used = time.monotonic()
         if not math.isfinite(value):
             raise Refused(400, "a reward must be a finite number", param="reward")
         if not call:
@@ -117,9 +115,11 @@ class Sessions:
 
     def of_key(self, key: str) -> Session:
         """Raises Refused for a key that opens nothing."""
-        session = self._by_key.get(_hash(key))
+        session = self._by_key.pop(hashed := _hash(key), None)
         if session is None:
             raise Refused(401, "the API key is missing or opens no session", code="invalid_api_key")
+        self._by_key[hashed] = session  # behind all others: the longest unused is first
+        session.used = time.monotonic()
         return session
 
     def of_id(self, session_id: str) -> Session:
@@ -136,11 +136,11 @@ class Sessions:
         self._by_key.pop(_hash(session.key), None)
 
     def _close_idle(self) -> None:
-        """Of the oldest few: cheap at each opening, however many there are."""
-        now = time.monotonic()
-        for session in list(self._by_id.values())[:64]:
-            if now - session.used > self._idle_s:
-                self.close(session)
+        while self._by_key:
+            longest_unused = next(iter(self._by_key.values()))
+            if time.monotonic() - longest_unused.used <= self._idle_s:
+                return
+            self.close(longest_unused)
 
 
 def _hash(key: str) -> bytes:

@@ -120,12 +120,13 @@ def test_H3_an_answer_that_breaks_off_does_not_look_like_an_end_and_is_not_train
     async def scenario() -> None:
         engine = Gated(said(hermes, "abc"))
         engine.next()
-        engine.next(fail=True)
         async with served(hermes, [], generator=engine) as service:
-            status, events = await service.post(path, STREAMS[path] | {"stream": True})
-            assert status == 200
-            text = json.dumps(events)
-            assert "the engine is gone" in text
+            body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
+            async with service.http.post(service.url + path, json=body, headers=headers) as answer:
+                assert await read_events(answer, path, 1) == ["a"]
+                engine.next(fail=True)
+                text = await answer.text()
+            assert answer.status == 200 and "the engine is gone" in text
             for end in ("[DONE]", "response.completed", "message_stop", '"finish_reason": "stop"'):
                 assert end not in text
             assert "broke off" in service.session.broken and service.session.transcript.turns == []
@@ -152,10 +153,12 @@ def test_an_engine_that_fails_at_once_is_a_status_that_clients_try_again(hermes:
     run(scenario())
 
 
-def test_a_silent_stream_is_kept_alive(hermes: ChatRenderer) -> None:
+@pytest.mark.parametrize("num_told", [0, 1])
+def test_a_silent_stream_is_kept_alive(hermes: ChatRenderer, num_told: int) -> None:
     async def scenario() -> None:
         engine = Gated(said(hermes, "a"))
-        engine.next()
+        for _ in range(num_told):
+            engine.next()
         async with served(hermes, [], generator=engine, keep_alive_s=0.01) as service:
             headers = {"Authorization": f"Bearer {service.session.key}"}
             body = {"messages": [USER], "stream": True}
@@ -315,6 +318,22 @@ def test_a_session_over_http_from_its_start_to_its_export(hermes: ChatRenderer) 
             assert (await service.post("/rl/set_reward", {"reward": 1}, key))[0] == 401
             _, empty = await service.post("/rl/export", {"session_id": service.session.id}, ADMIN)
             assert (empty["trajectories"], empty["turns"]) == ([], [])
+
+    run(scenario())
+
+
+def test_arguments_and_schemas_of_odd_kinds_are_taken_as_they_are(hermes: ChatRenderer) -> None:
+    odd = [
+        {"type": "function", "function": {"name": "add", "parameters": kind}} for kind in (None, [], {"properties": 1})
+    ]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+            status, answer = await service.post("/v1/chat/completions", {"messages": messages, "tools": odd})
+            assert status == 200, answer
+            assert '"arguments": {"a": 1}' in hermes.text(service.engine.requests[0].token_ids)
 
     run(scenario())
 
@@ -491,6 +510,14 @@ def test_G17_a_template_that_drops_calls_is_refused_for_tools_and_serves_the_res
         ("/v1/chat/completions", {"messages": [USER], "max_tokens": 0}, "must be at least 1"),
         ("/v1/chat/completions", {"messages": [USER], "max_tokens": True}, "max_completion_tokens|max_tokens must be"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"messages\[0\] cannot"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": 1}},
+            "dict",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "cannot be rendered"),
+        ("/v1/completions", {"prompt": "\ud800"}, "cannot be rendered"),
+        ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"tokenize": False}}, "'tokenize'"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
         ("/v1/responses", {"input": "hi", "previous_response_id": "x"}, "send the whole conversation"),
         ("/v1/messages", {"messages": []}, "at least one message"),

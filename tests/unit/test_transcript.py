@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from replayed import Conversation
 from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Drift, Transcript
+from areal_hpc.errors import DataError
 from areal_hpc.types import NOT_SAMPLED, Completion, StopReason
 
 TOOL = {
@@ -180,6 +182,29 @@ def test_H18_the_first_turn_again_is_a_branch_of_its_own_and_a_retry_is_not_trai
     assert [talk.drift(n) for n in range(3)] == [Drift.START, Drift.START, Drift.CLEAN]
     (trajectory,) = talk.transcript.trajectories(final=1.0)
     assert trajectory.token_ids.tolist() == list(talk.transcript.turns[2].token_ids)
+
+
+def test_the_same_question_several_times_at_once_is_no_retry(hermes: ChatRenderer) -> None:
+    talk = Talk(hermes)
+    places = [talk.transcript.place([USER]) for _ in range(3)]
+    for number, place in enumerate(places):
+        talk.transcript.commit(place, completion(said(hermes, str(number))), message("assistant", str(number)))
+    assert talk.transcript.credits(final=1.0) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_G18_the_templates_own_arguments_count_in_every_rendering(tmp_path: Path) -> None:
+    dialogue = make_dialogue(tmp_path, "hermes")
+    template = "{% if think %}<think>{% endif %}" + dialogue.template
+    dialogue._tokenizer.chat_template = template
+    transcript, options = Transcript(dialogue), {"think": True}
+    first = transcript.place([USER], options=options)
+    transcript.commit(first, completion(said(dialogue, "5")), message("assistant", "5"))
+    second = transcript.place([USER, message("assistant", "5"), USER], options=options)
+    assert second.drift is Drift.CLEAN
+    assert dialogue.text(second.context).startswith("<think>")
+    assert transcript.place([USER, message("assistant", "5"), USER]).drift is Drift.FORK
+    with pytest.raises(DataError, match="'tokenize'"):
+        transcript.place([USER], options={"tokenize": False})
 
 
 def test_a_turn_cut_by_length_is_forked_and_so_is_one_that_a_stop_string_ended(hermes: ChatRenderer) -> None:

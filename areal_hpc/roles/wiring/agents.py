@@ -47,7 +47,7 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
         yield workflow
         return
-    sessions = Sessions(renderer, idle_s=config.agent.idle_s)
+    sessions = Sessions(renderer, idle_s=max(config.agent.idle_s, config.rollout.timeout_s))
     service = Service(
         sessions=sessions,
         dialect=make_dialect(renderer, config.agent.tool_format),
@@ -64,4 +64,5 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
     )
     async with serve(service) as url, shared_http_client() as http_client:
         process.publish_endpoint({"url": url})
-        yield AgentWorkflow(make_agent(config, http_client), sessions, url, config.agent)
+        agent = make_agent(config, http_client)
+        yield AgentWorkflow(agent, sessions, url, config.agent, process.recorder.record)
