@@ -29,7 +29,6 @@ from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.sessions import Session, Sessions
 from areal_hpc.types import Prompt, Trajectory
-from areal_hpc.waits import waiting
 
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What a command sees of this process's environment, which may hold secrets that are not an agent's."""
@@ -59,13 +58,22 @@ class AgentWorkflow:
 
     Args:
         url: of the service that has ``sessions``, without ``/v1``.
+        timeout_s: the episode's limit, which whoever runs it enforces.
         record: is told of each attempt how many turns it had, and how each fitted to those before it.
     """
 
     def __init__(
-        self, agent: Agent, sessions: Sessions, url: str, config: AgentConfig, record: Record = lambda *_: None
+        self,
+        agent: Agent,
+        sessions: Sessions,
+        url: str,
+        config: AgentConfig,
+        *,
+        timeout_s: float,
+        record: Record = lambda *_: None,
     ) -> None:
-        self._agent, self._sessions, self._url, self._config, self._record = agent, sessions, url, config, record
+        self._agent, self._sessions, self._url, self._config = agent, sessions, url, config
+        self._timeout_s, self._record = timeout_s, record
 
     async def run(self, prompt: Prompt, episode: Episode) -> Sequence[Trajectory]:
         """The trajectories of one attempt.
@@ -79,6 +87,7 @@ class AgentWorkflow:
             sampling=episode.sampling,
             max_tokens=episode.max_tokens,
             max_turns=self._config.max_turns,
+            agent_s=self._timeout_s,
         )
         try:
             reward = await self._attempt(Task(data=_data(prompt), url=self._url, key=session.key))
@@ -97,8 +106,7 @@ class AgentWorkflow:
 
     async def _attempt(self, task: Task) -> float | None:
         try:
-            with waiting("the agent to finish", "an agent", limit_s=None):
-                return await self._agent(task)
+            return await self._agent(task)
         except (AgentError, ConfigError):
             raise
         except Exception as error:  # an agent is a stranger's code: whatever it raises fails this sample, and is told

@@ -175,7 +175,7 @@ class Routes:
 
     async def end_session(self, request: web.Request) -> web.Response:
         session = self._service.sessions.of_key(_key(request))
-        session.ended = True
+        session.close()
         return web.json_response({"message": "success", "interaction_count": len(session.transcript.turns)})
 
     async def export(self, request: web.Request) -> web.Response:

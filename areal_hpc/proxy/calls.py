@@ -104,7 +104,8 @@ class Call:
         numbers = range(self.ask.num_choices)
         asking = [asyncio.ensure_future(self._generate(number, tell)) for number in numbers]
         try:
-            completions = await asyncio.gather(*asking)
+            with self.session.answering():
+                completions = await asyncio.gather(*asking)
         except GenerationError as error:
             raise Refused(503, f"the engine failed: {error}", code="engine_failed", retry_after_s=1.0) from error
         finally:

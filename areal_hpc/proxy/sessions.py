@@ -11,13 +11,15 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from areal_hpc.dialogue.transcript import Template, Transcript
 from areal_hpc.protocols import Generator
 from areal_hpc.proxy.requests import Refused
 from areal_hpc.types import Sampling, Trajectory
+from areal_hpc.waits import AGENT, waiting
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,6 +41,34 @@ class Session:
     ended: bool = False
     broken: str = ""
     """Why nothing of it may be trained on: an answer broke off after its beginning had been given out."""
+    agent_s: float | None = None
+    """Limit of the whole attempt, where somebody waits for its agent: told while the agent asks nothing."""
+    _num_open: int = 0
+    _silence: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._await_agent()
+
+    def _await_agent(self) -> None:
+        if self.agent_s is not None and not self.ended:
+            self._silence.enter_context(waiting("its next request", AGENT, limit_s=self.agent_s, about=self.id))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Meanwhile it is the model that is waited for, not the agent."""
+        self._silence.close()
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._await_agent()
+
+    def close(self) -> None:
+        """Nobody may ask any more, and nobody waits for it."""
+        self.ended = True
+        self._silence.close()
 
     def begin_call(self, num_choices: int) -> str:
         """The id of one more request.
@@ -90,7 +120,15 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, *, generator: Generator, sampling: Sampling, max_tokens: int, max_turns: int) -> Session:
+    def open(
+        self,
+        *,
+        generator: Generator,
+        sampling: Sampling,
+        max_tokens: int,
+        max_turns: int,
+        agent_s: float | None = None,
+    ) -> Session:
         """A new session with a key that nobody can guess.
 
         Raises:
@@ -107,6 +145,7 @@ class Sessions:
             sampling=sampling,
             max_tokens=max_tokens,
             max_turns=max_turns,
+            agent_s=agent_s,
             transcript=Transcript(self._template),
         )
         self._by_key[_hash(session.key)] = session
@@ -131,7 +170,7 @@ class Sessions:
 
     def close(self, session: Session) -> None:
         """Forget it; from now on its key opens nothing."""
-        session.ended = True
+        session.close()
         self._by_id.pop(session.id, None)
         self._by_key.pop(_hash(session.key), None)
 

@@ -46,7 +46,7 @@ def test_the_sort_agents_turns_are_one_trajectory_with_its_reward(
     async def scenario() -> None:
         async with served(dialogue, answers) as service, shared_http_client() as http_client:
             agent = python_agent(dotted(config.agent.python, "agent.python"), http_client)
-            workflow = AgentWorkflow(agent, service.sessions, service.url, AgentConfig())
+            workflow = AgentWorkflow(agent, service.sessions, service.url, AgentConfig(), timeout_s=60.0)
             episode = Episode(
                 id="e",
                 generator=service.engine,

@@ -20,7 +20,8 @@ from areal_hpc.errors import AgentError
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, Task, command_agent, environment, python_agent
 from areal_hpc.rollout.episodes import SAMPLE_FAILURES
-from areal_hpc.types import Prompt, Sampling, Trajectory
+from areal_hpc.types import GenerationRequest, Prompt, Sampling, Trajectory
+from areal_hpc.waits import AGENT, open_waits
 
 PROMPT = Prompt(position=3, id="p3", messages=({"role": "user", "content": "hi"},), answer="yes", metadata={"level": 2})
 CURL = """
@@ -73,7 +74,7 @@ def attempt(
     async def scenario() -> None:
         async with served(hermes, options.pop("script", lambda _: "yes")) as service:
             service.sessions.close(service.session)
-            workflow = AgentWorkflow(agent, service.sessions, service.url, AgentConfig(**options))
+            workflow = AgentWorkflow(agent, service.sessions, service.url, AgentConfig(**options), timeout_s=60.0)
             episode = Episode(
                 id="e", generator=service.engine, renderer=hermes, score=score,
                 sampling=Sampling(max_new_tokens=64, seed=1), max_tokens=512,
@@ -123,6 +124,29 @@ def test_an_agent_that_is_no_coroutine_runs_in_a_thread(hermes: ChatRenderer) ->
             return 0.5
 
     assert rewards(hermes, python_agent(Blocking)) == [0.5]
+
+
+def test_who_waits_is_told_by_whose_turn_it_is(hermes: ChatRenderer) -> None:
+    """While the model is asked, its engine is waited for, and the wait for the agent would hide that."""
+    seen: list[list[tuple[str, ...]]] = []
+
+    def look() -> None:
+        seen.append([wait.parties for wait in open_waits()])
+
+    class Looking(Asking):
+        async def run(self, data: Any, **words: Any) -> Any:
+            look()
+            await super().run(data, **words)
+            look()
+            return 1.0
+
+    def script(_: GenerationRequest) -> str:
+        look()
+        return "yes"
+
+    assert rewards(hermes, python_agent(Looking), script=script) == [1.0]
+    look()
+    assert seen == [[(AGENT,)], [], [(AGENT,)], []]
 
 
 def test_parallel_branches_of_one_episode_share_its_reward(hermes: ChatRenderer) -> None:

@@ -65,4 +65,5 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
     async with serve(service) as url, shared_http_client() as http_client:
         process.publish_endpoint({"url": url})
         agent = make_agent(config, http_client)
-        yield AgentWorkflow(agent, sessions, url, config.agent, process.recorder.record)
+        timeout_s, record = config.rollout.timeout_s, process.recorder.record
+        yield AgentWorkflow(agent, sessions, url, config.agent, timeout_s=timeout_s, record=record)
