@@ -1,6 +1,6 @@
 """Random multi-turn conversations through transcripts: is exactly what was sampled trained?
 
-    PYTHONPATH=.:tests python tests/benchmarks/replay_conversations.py [NUM]
+    PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/replay_conversations.py [NUM]
 
 Every template family plays NUM / 5 conversations. Written beside this script: how many requests were of each drift, and
 how many conversations differ from what the engine saw and sampled (which must be none).
@@ -16,11 +16,12 @@ from collections import Counter
 from pathlib import Path
 
 from dialogues import FAMILIES, make_dialogue
+from machine import describe
 from replayed import Conversation
 
 
 def main(num: int) -> int:
-    result: dict[str, object] = {"conversations": num}
+    result: dict[str, object] = {"machine": describe(), "conversations": num}
     mismatched = 0
     print("family        talks   turns  start  clean realign   fork mismatches")
     for family in FAMILIES:

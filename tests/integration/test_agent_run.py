@@ -25,6 +25,11 @@ def test_an_agents_turns_are_what_the_run_trains_on(tmp_path: Path, model: Path)
     run = started.run
     assert newest_checkpoint(run).version.step == STEPS
     assert num_consumed(run) == STEPS * GROUPS
+    first = started.records("step")[0]
+    assert first.number("staleness_max") == 0
+    assert first.number("logprob_gap_max") < 1e-4  # the trainer finds the engine's log-probs at the very same tokens
+    attempts = [record.values for record in started.records("agent")]
+    assert attempts and all(attempt["turns"] == 2 and attempt["start"] == 1 for attempt in attempts)
     groups = [group for _, group in groups_in(run)]
     for group in groups:
         episodes = {trajectory.episode for trajectory in group.trajectories}
