@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.dialogue.renderer import ChatRenderer
@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
     "llama": (LLAMA, ["<|eot|>"]),
     "forgetful": (FORGETFUL, ["<|eot|>"]),
     "glm": (GLM, ["<|user|>", "<|observation|>"]),
+    "sentencepiece": (LLAMA, ["<|eot|>"]),  # whose tokens depend on whether a text begins or goes on
 }
 SPECIAL = (
     "<|endoftext|>",
@@ -85,13 +86,31 @@ SPECIAL = (
 )
 
 
-def make_dialogue(path: Path, family: str) -> ChatRenderer:
-    """A renderer of the family; its tokens are bytes and ``SPECIAL``."""
-    template, ends = FAMILIES[family]
+def _bytes() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece() -> Tokenizer:
+    """A space becomes part of the next token, one is put before the text and taken away again; bytes where need be."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", "\u2581", *"abcdefghij", "\u2581a", "\u2581b"]
+    merges = [("\u2581", "a"), ("\u2581", "b")]
+    vocabulary = {piece: n for n, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def make_dialogue(path: Path, family: str) -> ChatRenderer:
+    """A renderer of the family; its tokens are bytes and ``SPECIAL``, but for one family."""
+    template, ends = FAMILIES[family]
+    backend = _sentencepiece() if family == "sentencepiece" else _bytes()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ends[0], pad_token=ends[0])
     tokenizer.add_special_tokens({"additional_special_tokens": [s for s in SPECIAL if s != ends[0]]})
     tokenizer.chat_template = template

@@ -418,6 +418,30 @@ def test_the_runs_sampling_wins_and_the_smallest_budget_counts(hermes: ChatRende
     run(scenario())
 
 
+@pytest.mark.parametrize("path", STREAMS)
+def test_I5_what_is_too_long_is_refused_and_never_cut_on_either_side(hermes: ChatRenderer, path: str) -> None:
+    async def scenario() -> None:
+        long = json.loads(json.dumps(STREAMS[path]).replace('"hi"', json.dumps("hi" * 2048)))
+        async with served(hermes, lambda _: "yes") as service:
+            status, answer = await service.post(path, long | {"stream": True})
+            assert status == 400 and "context holds 4096" in answer["error"]["message"]
+            assert service.engine.requests == [] and service.session.num_calls == 0
+
+    run(scenario())
+
+
+def test_H9_usage_has_every_field_that_strict_clients_look_for(hermes: ChatRenderer) -> None:
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            answers = {path: (await service.post(path, body))[1]["usage"] for path, body in STREAMS.items()}
+            assert answers["/v1/responses"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+            assert answers["/v1/responses"]["output_tokens_details"] == {"reasoning_tokens": 0}
+            assert answers["/v1/chat/completions"]["completion_tokens"] == len("yes") + 1
+            assert answers["/v1/messages"]["cache_read_input_tokens"] == 0
+
+    run(scenario())
+
+
 def test_several_choices_are_sampled_apart_and_kept_apart(hermes: ChatRenderer) -> None:
     async def scenario() -> None:
         async with served(hermes, lambda request: f"answer {request.sampling.seed}") as service:

@@ -80,7 +80,7 @@ def test_a_second_turn_continues_the_real_tokens(hermes: ChatRenderer) -> None:
     assert (trajectory.logprobs[~trajectory.loss_mask] == 0).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "sentencepiece"])
 def test_G3_between_turns_is_what_the_template_of_the_whole_has_there(
     dialogues: dict[str, ChatRenderer], family: str
 ) -> None:
@@ -261,6 +261,19 @@ def test_nothing_rewarded_is_nothing_to_train_on(hermes: ChatRenderer) -> None:
     talk = Talk(hermes)
     talk.turn([USER], "Five.")
     assert talk.transcript.trajectories() == []
+
+
+def test_G15_a_tokenizer_that_is_not_stable_at_the_seams_is_never_cut_there(
+    dialogues: dict[str, ChatRenderer],
+) -> None:
+    dialogue = dialogues["sentencepiece"]
+    assert dialogue.encode("a") + dialogue.encode(" b") != dialogue.encode("a b")
+    talk = Talk(dialogue)
+    talk.turn([USER], " b a")
+    talk.turn([USER, message("assistant", " b a"), message("user", " a")], "b")
+    first, second = talk.transcript.turns
+    assert second.place.drift is Drift.CLEAN
+    assert second.place.context[: len(first.token_ids)] == first.token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
