@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/replay_conversations.py [NUM]
 
-Every template family plays its share of NUM conversations. Written beside this script: how many requests were of each drift, and
-how many conversations differ from what the engine saw and sampled (which must be none).
+Every template family plays its share of NUM conversations. Written beside this script: how many requests were of each
+drift, and how many conversations differ from what the engine saw and sampled (which must be none).
 """
 
 from __future__ import annotations

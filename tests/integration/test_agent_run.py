@@ -40,5 +40,5 @@ def test_an_agents_turns_are_what_the_run_trains_on(tmp_path: Path, model: Path)
     # Answers that ended their turn are continued by the second turn; those that were cut begin a branch.
     assert {len(group.trajectories) for group in groups} <= {2, 3, 4}
     assert read_json(run.evaluation(STEPS))["reward_mean"] >= 1.0
-    url = read_json(run.attempt(1).endpoint("rollout", 0))["url"]
+    url = read_json(run.attempt(1).endpoint("rollout", 0))["agents_url"]
     assert url.startswith("http://127.0.0.1:")

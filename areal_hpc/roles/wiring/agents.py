@@ -63,7 +63,7 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         discount=config.agent.discount,
     )
     async with serve(service) as url, shared_http_client() as http_client:
-        process.publish_endpoint({"url": url})
+        process.publish_endpoint({"agents_url": url})
         agent = make_agent(config, http_client)
         timeout_s, record = config.rollout.timeout_s, process.recorder.record
         yield AgentWorkflow(agent, sessions, url, config.agent, timeout_s=timeout_s, record=record)
