@@ -1,6 +1,6 @@
 r"""An agent that knows nothing of training: the OpenAI client, a question, and a second chance.
 
-    PYTHONPATH=examples areal-hpc run configs/quickstart.yaml examples/agents/sort_agent.yaml
+    PYTHONPATH=examples/agents areal-hpc run configs/quickstart.yaml examples/agents/sort_agent.yaml
 
 What makes it trainable is that it takes ``base_url`` and ``api_key`` from whoever calls it.
 """

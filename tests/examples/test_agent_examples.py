@@ -35,7 +35,7 @@ EXAMPLES = ROOT / "examples"
 def test_the_sort_agents_turns_are_one_trajectory_with_its_reward(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: list[str], reward: float, turns: int
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "agents"))
     config = resolve(load([ROOT / "configs" / "quickstart.yaml", EXAMPLES / "agents" / "sort_agent.yaml"]))
     dialogue = make_dialogue(tmp_path, "hermes")
     prompt = Prompt(position=0, id="p", messages=({"role": "user", "content": "Sort 2 1"},), answer="1 2")
