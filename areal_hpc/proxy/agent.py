@@ -145,8 +145,17 @@ def python_agent(make: Callable[[], Any], http_client: Any = None) -> Agent:
 
     Args:
         http_client: shared by the episodes, which must not close it; what runs in a thread makes its own.
+
+    Raises:
+        ConfigError: the object cannot be made, or has no ``run``.
     """
-    agent, threads = make(), ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
+    try:
+        agent = make()
+    except TypeError as error:
+        raise ConfigError(f"agent.python cannot be made: {error}; give `agent.args` that its class takes") from error
+    if not callable(getattr(agent, "run", None)):
+        raise ConfigError(f"agent.python: {type(agent).__name__} has no method `run`; see examples/agents")
+    threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
 
     async def attempt(task: Task) -> float | None:
         words = {"base_url": f"{task.url}/v1", "api_key": task.key}

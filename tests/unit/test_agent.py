@@ -14,11 +14,12 @@ import pytest
 from dialogues import make_dialogue
 from served import Served, run, served
 
-from areal_hpc.config.schema import AgentConfig
+from areal_hpc.config.schema import AgentConfig, Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, Task, command_agent, environment, python_agent
+from areal_hpc.roles.wiring.agents import make_agent
 from areal_hpc.rollout.episodes import SAMPLE_FAILURES
 from areal_hpc.types import GenerationRequest, Prompt, Sampling, Trajectory
 from areal_hpc.waits import AGENT, open_waits
@@ -201,6 +202,31 @@ def test_a_command_that_fails_says_its_last_words(hermes: ChatRenderer) -> None:
     told = failure(hermes, command_agent([sys.executable, "-c", code], ()))
     assert "ended with exit code 1" in told and "no luck" in told
     assert "FileNotFoundError" in failure(hermes, command_agent(["/no/such/program"], ()))
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ({"python": "test_agent:Asking", "args": {"no_such": 1}}, "cannot be made.*no_such.*`agent.args`"),
+        ({"python": "pathlib:Path"}, "has no method `run`"),
+        ({"python": "no_such_module:Agent"}, "agent.python = 'no_such_module:Agent' cannot be imported"),
+        ({"command": ("no-such-program", "x")}, "there is no program 'no-such-program'"),
+    ],
+)
+def test_an_agent_that_cannot_start_is_told_before_the_run_begins(
+    monkeypatch: pytest.MonkeyPatch, agent: dict[str, Any], message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = Config(
+        name="x",
+        model=ModelConfig(path="m"),
+        prompts=PromptsConfig(train="t"),
+        rollout=RolloutConfig(reward="m:f"),
+        trainer=TrainerConfig(total_steps=1),
+        agent=AgentConfig(**agent),
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_agent(config)
 
 
 def test_H12_a_command_sees_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

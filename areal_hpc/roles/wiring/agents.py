@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from areal_hpc.config.schema import Config, ToolFormatName
 from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.tool_formats import FORMATS, detect
+from areal_hpc.errors import ConfigError
 from areal_hpc.protocols import Generator, Workflow
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent, shared_http_client
 from areal_hpc.proxy.app import Service, serve
@@ -27,9 +29,11 @@ def has_agent(config: Config) -> bool:
 
 
 def make_agent(config: Config, http_client: Any = None) -> Agent:
-    """Raises ConfigError if the class cannot be imported."""
+    """Raises ConfigError if the class cannot be imported or made, or there is no such program."""
     agent = config.agent
     if agent.command:
+        if shutil.which(agent.command[0]) is None:
+            raise ConfigError(f"agent.command: there is no program {agent.command[0]!r}; give its path")
         return command_agent(agent.command, agent.env)
     return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args), http_client)
 
