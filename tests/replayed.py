@@ -91,7 +91,7 @@ class Conversation:
         return [*ids, self._rng.choice(self._dialogue.eos_token_ids)], StopReason.STOP
 
     def _read(self, ids: Sequence[int]) -> Message:
-        text = self._dialogue.text(ids[:-1] if ids[-1] in self._dialogue.eos_token_ids else ids)
+        text = self._dialogue.spelled(ids[:-1] if ids[-1] in self._dialogue.eos_token_ids else ids)
         written = FORMATS[self._format] if self._tools else None
         parts = Reading(format=written, kinds=kinds_of(self._tools)).read(text, final=True)
         calls = [

@@ -73,7 +73,7 @@ async def served(dialogue: ChatRenderer, script: Script, **options: Any) -> Asyn
         return said(dialogue, scripted) if isinstance(scripted, str) else scripted
 
     remaining = iter(script if not callable(script) else ())
-    engine = ScriptedGenerator(answers, decode=dialogue.text, token_s=options.pop("token_s", 0.0))
+    engine = ScriptedGenerator(answers, decode=dialogue.spelled, token_s=options.pop("token_s", 0.0))
     sessions = Sessions(dialogue, idle_s=options.pop("idle_s", 60.0), max_sessions=options.pop("max_sessions", 100))
 
     def open_session() -> Session:

@@ -28,8 +28,8 @@ def tool_trouble(template: Template) -> str:
     user = message("user", "probe")
     answered = [user, message("assistant", "", calls=[call]), message("tool", RESULT, answers=call["id"])]
     try:
-        offered = template.text(template.conversation([user], tools=[TOOL]))
-        whole = template.text(template.conversation(for_template(answered), tools=[TOOL]))
+        offered = template.spelled(template.conversation([user], tools=[TOOL]))
+        whole = template.spelled(template.conversation(for_template(answered), tools=[TOOL]))
     except DataError as error:
         return f"the model's chat template cannot render tools: {error}"
     for shown, text, what in ((TOOL_NAME, offered, "tools"), (ARGUMENT, whole, "calls"), (RESULT, whole, "results")):

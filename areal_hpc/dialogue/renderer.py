@@ -97,7 +97,7 @@ class ChatRenderer:
             raise DataError(f"the text cannot be encoded: {error}") from error
         return tuple(int(token) for token in ids)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def spelled(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` with its special tokens, since some models write tool calls with them."""
         with self._lock:
             text = self._tokenizer.decode(

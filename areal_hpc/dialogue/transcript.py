@@ -49,7 +49,7 @@ class Template(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]: ...
 
-    def text(self, token_ids: Sequence[int]) -> str: ...
+    def spelled(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Drift(StrEnum):
@@ -163,7 +163,7 @@ class Transcript:
         if whole[: len(before)] == before and whole[len(before) : len(before) + 1] == (eos,):
             return len(before) + 1  # families whose next header is what ends a turn
         end = next((t for t in reversed(range(len(before))) if before[t] in self._template.eos_token_ids), None)
-        if end is None or before[end] != eos or self._template.text(before[end + 1 :]).strip():
+        if end is None or before[end] != eos or self._template.spelled(before[end + 1 :]).strip():
             return None
         return end + 1 if whole[: end + 1] == before[: end + 1] else None
 

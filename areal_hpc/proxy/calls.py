@@ -84,7 +84,7 @@ class Call:
 
     def _read_as(self, written: ToolFormat) -> Reading:
         ask = self.ask
-        tail = self._dialogue.text(self.place.context[-4:]).rstrip()
+        tail = self._dialogue.spelled(self.place.context[-4:]).rstrip()
         if not ask.tools or ask.choice.mode == "none":
             return Reading(thinking=tail.endswith(THINK))
         forced = ask.choice.mode in ("required", "tool")
@@ -145,7 +145,7 @@ class Call:
         return tuple(dict.fromkeys((*self.session.sampling.stop, *self.ask.stop)))
 
     def _listener(self, number: int, tell: Tell) -> Callable[[Sequence[int]], None]:
-        text = IncrementalText(self._dialogue.text)
+        text = IncrementalText(self._dialogue.spelled)
 
         def on_tokens(token_ids: Sequence[int]) -> None:
             certain = text.extend([token for token in token_ids if token not in self._dialogue.eos_token_ids])
@@ -158,7 +158,7 @@ class Call:
     def _committed(self, number: int, completion: Completion) -> Told:
         ids = completion.token_ids.tolist()
         ended = bool(ids) and ids[-1] in self._dialogue.eos_token_ids
-        text = self._dialogue.text(ids[:-1] if ended else ids)
+        text = self._dialogue.spelled(ids[:-1] if ended else ids)
         hit = first_stop(text, self._stops, 0)
         parts = self._reading.read(text if hit is None else text[: hit[0]], final=True)
         calls = parts.calls if self.ask.parallel else parts.calls[:1]
@@ -173,7 +173,7 @@ class Call:
             parts=parts,
             completion=completion,
             answer=answer,
-            pieces=tuple(self._dialogue.text([token]) for token in ids) if self.ask.logprobs else (),
+            pieces=tuple(self._dialogue.spelled([token]) for token in ids) if self.ask.logprobs else (),
             stopped_by="" if hit is None else hit[1],
         )
 

@@ -333,7 +333,7 @@ def test_arguments_and_schemas_of_odd_kinds_are_taken_as_they_are(hermes: ChatRe
             messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
             status, answer = await service.post("/v1/chat/completions", {"messages": messages, "tools": odd})
             assert status == 200, answer
-            assert '"arguments": {"a": 1}' in hermes.text(service.engine.requests[0].token_ids)
+            assert '"arguments": {"a": 1}' in hermes.spelled(service.engine.requests[0].token_ids)
 
     run(scenario())
 
@@ -383,7 +383,7 @@ def test_bytes_that_are_no_text_are_replaced_and_the_tokens_kept(hermes: ChatRen
     async def scenario() -> None:
         async with served(hermes, lambda _: broken) as service:
             _, events = await service.post("/v1/completions", {"prompt": "hi", "stream": True})
-            assert "".join(text_of("/v1/completions", d) for _, d in events if d != "[DONE]") == hermes.text(broken[:2])
+            assert "".join(text_of("/v1/completions", d) for _, d in events if d != "[DONE]") == hermes.spelled(broken[:2])
             assert service.session.transcript.turns[0].completion.token_ids.tolist() == broken
 
     run(scenario())
@@ -468,7 +468,7 @@ def test_a_forced_call_is_begun_for_the_model_and_what_it_adds_is_sampled(hermes
                 {"name": "add", "arguments": '{"a": 7}'}, "tool_calls"
             )  # fmt: skip
             turn = service.session.transcript.turns[0]
-            assert hermes.text(turn.place.context).endswith('<tool_call>\n{"name": "add", "arguments": ')
+            assert hermes.spelled(turn.place.context).endswith('<tool_call>\n{"name": "add", "arguments": ')
             assert turn.completion.token_ids.size == len('{"a": 7}}\n</tool_call>') + 1
             choice = await service.chat("hi", tools=[ADD], tool_choice="required")
             assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
@@ -483,7 +483,7 @@ def test_tool_choice_none_hides_the_tools_and_one_call_at_a_time_is_one(hermes: 
         async with served(hermes, lambda _: CALL % 1 + CALL % 2) as service:
             none = await service.chat("hi", tools=[ADD], tool_choice="none")
             assert "tool_calls" not in none["message"] and "<tool_call>" in none["message"]["content"]
-            assert "add" not in hermes.text(service.engine.requests[0].token_ids)
+            assert "add" not in hermes.spelled(service.engine.requests[0].token_ids)
             both = await service.chat("hi", tools=[ADD])
             assert [c["function"]["arguments"] for c in both["message"]["tool_calls"]] == ['{"a": 1}', '{"a": 2}']
             assert both["message"]["content"] is None
@@ -502,7 +502,7 @@ def test_a_schema_is_asked_for_in_the_system_message(hermes: ChatRenderer) -> No
             text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
             await service.post("/v1/responses", {"input": "hi", "instructions": "Be brief.", "text": text})
             for request in service.engine.requests:
-                assert json.dumps(schema) in hermes.text(request.token_ids)
+                assert json.dumps(schema) in hermes.spelled(request.token_ids)
 
     run(scenario())
 
@@ -583,7 +583,7 @@ def test_streams_of_many_sessions_at_once_do_not_mix(hermes: ChatRenderer) -> No
 
     async def scenario() -> None:
         def echo(request: GenerationRequest) -> str:
-            return "you said " + hermes.text(request.token_ids).split("number ")[1].split(";")[0]
+            return "you said " + hermes.spelled(request.token_ids).split("number ")[1].split(";")[0]
 
         async with served(hermes, echo, max_sessions=200) as service:
             await asyncio.gather(*(ask(service, number) for number in range(100)))

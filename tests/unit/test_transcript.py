@@ -201,7 +201,7 @@ def test_G18_the_templates_own_arguments_count_in_every_rendering(tmp_path: Path
     transcript.commit(first, completion(said(dialogue, "5")), message("assistant", "5"))
     second = transcript.place([USER, message("assistant", "5"), USER], options=options)
     assert second.drift is Drift.CLEAN
-    assert dialogue.text(second.context).startswith("<think>")
+    assert dialogue.spelled(second.context).startswith("<think>")
     assert transcript.place([USER, message("assistant", "5"), USER]).drift is Drift.FORK
     with pytest.raises(DataError, match="'tokenize'"):
         transcript.place([USER], options={"tokenize": False})
@@ -227,7 +227,7 @@ def test_G8_tools_are_rendered_as_they_were_sent(hermes: ChatRenderer) -> None:
     """The engine gets ids, so that what it continues is what this one rendering made of key order and ``strict``."""
     tool = {"type": "function", "function": {"strict": False, "name": "add", "parameters": {"b": 1, "a": 2}}}
     ids = Transcript(hermes).place([USER], [tool]).context
-    assert json.dumps(tool) in hermes.text(ids)
+    assert json.dumps(tool) in hermes.spelled(ids)
 
 
 def test_branches_share_their_prefix_once_and_credit_is_their_mean(hermes: ChatRenderer) -> None:
