@@ -92,9 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("directory", type=Path, metavar="DIR")
     export.set_defaults(command=_export)
 
-    status = commands.add_parser("status", help="how a run is doing, from its files alone")
+    status = commands.add_parser("status", help="how a run is doing, from its files, and what Slurm says of its job")
     status.add_argument("run_dir", type=Path)
     status.set_defaults(command=_status)
+
+    _add_logs(commands)
+
+    report = commands.add_parser("report", help="what a run came to, what it cost, and how each attempt ended")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(command=_report)
 
     why = commands.add_parser("why", help="who waits for whom right now, or waited when the run ended")
     why.add_argument("run_dir", type=Path)
@@ -126,6 +132,16 @@ def _add_inspect(commands: Commands) -> None:
     inspect.set_defaults(command=_inspect)
 
 
+def _add_logs(commands: Commands) -> None:
+    logs = commands.add_parser("logs", help="what the processes of a run's newest attempt have said")
+    logs.add_argument("run_dir", type=Path)
+    logs.add_argument("--role", default="", help="only of this role, such as trainer; launcher is the batch script")
+    logs.add_argument("--rank", type=int, metavar="N", help="of the role, only this process")
+    logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file; 0 is all")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on as they grow, until the run ends")
+    logs.set_defaults(command=_logs)
+
+
 def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="train again on what a run has archived, and compare the weights")
     replay.add_argument("run_dir", type=Path)
@@ -138,9 +154,15 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _add_slurm_commands(commands: Commands) -> None:
-    plan = commands.add_parser("plan", help="what a run will ask Slurm for, and who will sit where")
+    plan = commands.add_parser("plan", help="what a run will ask Slurm for, who will sit where, and what is missing")
     _add_config_arguments(plan)
     plan.set_defaults(command=_plan)
+
+    doctor = commands.add_parser(
+        "doctor", help="check whether this place can carry a run; in a Slurm job: all of its nodes"
+    )
+    _add_config_arguments(doctor)
+    doctor.set_defaults(command=_doctor)
 
     submit = commands.add_parser("submit", help="hand a run to Slurm and return at once")
     _add_config_arguments(submit)
@@ -175,24 +197,31 @@ def _run(options: argparse.Namespace) -> int:
         sys.path.insert(0, here)  # as the roles have it: rewards and tasks may lie beside the configuration
     config = _resolved(options.config)
     console = LiveConsole(config.trainer.total_steps, sys.stdout)
-    # Slurm has ended every process of a job before it starts it again.
-    requeued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).restarts > 0
+    continued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).continues
     return run_local(
         config,
-        resume=options.resume or requeued or options.resume_from is not None,
+        resume=options.resume or continued or options.resume_from is not None,
         resume_from=options.resume_from,
-        takeover=options.takeover or requeued,
+        takeover=options.takeover or continued,
         console=console,
     )
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from areal_hpc.cluster.plan import plan_lines
-    from areal_hpc.roles.supervisor import roles_of
+    from areal_hpc.roles.planning import plan_run
 
-    config = _resolved(options.config)
-    print("\n".join(plan_lines(config, roles_of(config))))
-    return 0
+    lines, possible = plan_run(_resolved(options.config))
+    print("\n".join(lines))
+    return 0 if possible else EXIT_USER_ERROR
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Exit code 1: something is wrong, with what to do about it."""
+    from areal_hpc.roles.doctor import examine_site, report_lines
+
+    findings = list(examine_site(_resolved(options.config)))
+    print("\n".join(report_lines(findings)))
+    return EXIT_FAILED if any(one.verdict == "wrong" for one in findings) else 0
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -223,8 +252,8 @@ def _export(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.roles.export import export
 
-    version = export(RunDir.open(options.run_dir), options.step, options.directory)
-    print(f"{options.directory}: the weights of step {version.step}; give it as model.path to any run or engine")
+    version, use = export(RunDir.open(options.run_dir), options.step, options.directory)
+    print(f"{options.directory}: the weights of step {version.step}; {use}")
     return 0
 
 
@@ -232,7 +261,27 @@ def _status(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.report import status_lines
 
-    print("\n".join(status_lines(RunDir.open(options.run_dir))))
+    print("\n".join(status_lines(RunDir.open(options.run_dir, waiting=True))))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report.logs import show_logs
+
+    if options.rank is not None and not options.role:
+        raise ConfigError("--rank is of a role; add --role")
+    run = RunDir.open(options.run_dir, waiting=True)
+    lines = show_logs(run, options.role, options.rank, lines=options.lines, follow=options.follow)
+    _print_lines(lines, flush=options.follow)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from areal_hpc.fs import RunDir
+    from areal_hpc.report import write_report
+
+    write_report(RunDir.open(options.run_dir), ask=True)
     return 0
 
 
@@ -240,15 +289,15 @@ def _why(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.report import why_lines
 
-    print("\n".join(why_lines(RunDir.open(options.run_dir))))
+    print("\n".join(why_lines(RunDir.open(options.run_dir, waiting=True))))
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
-    from areal_hpc.roles.stopping import stop_run
+    from areal_hpc.roles.job import stop_submitted
 
-    print(f"{options.run_dir}: {stop_run(RunDir.open(options.run_dir), options.timeout)}")
+    print(f"{options.run_dir}: {stop_submitted(RunDir.open(options.run_dir, waiting=True), options.timeout)}")
     return 0
 
 
@@ -278,11 +327,11 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_lines(lines: Iterable[str]) -> None:
+def _print_lines(lines: Iterable[str], *, flush: bool = False) -> None:
     """Print until the end, or until the reader has seen enough, as in ``areal-hpc inspect ... | head``."""
     try:
         for line in lines:
-            print(line)
+            print(line, flush=flush)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the exit

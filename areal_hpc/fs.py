@@ -191,13 +191,15 @@ class RunDir:
     config.yaml                      the resolved configuration
     secrets/token                    what every socket of the run asks for
     attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
-                                     state.json mount.json, stall.txt where somebody got stuck
+                                     state.json mount.json, stall.txt where somebody got stuck,
+                                     job.json in a Slurm job
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
     archive/                         trained groups in HDF5, if they are archived
     weights/                         the disk transport's versions
     trackers/                        tensorboard/, wandb/
+    slurm/                           submissions, batch scripts and their output (roles/submission.py)
     summary.json  curves.png  curves.svg
     """
 
@@ -223,14 +225,14 @@ class RunDir:
         return run
 
     @classmethod
-    def open(cls, root: Path) -> RunDir:
-        """An existing run directory.
+    def open(cls, root: Path, *, waiting: bool = False) -> RunDir:
+        """An existing run directory; with ``waiting`` also that of a run which was submitted and has not started yet.
 
         Raises:
             RunDirError: ``root`` holds no run.
         """
         run = cls(root.absolute())
-        if not run.config.is_file():
+        if not run.config.is_file() and not (waiting and run.slurm.is_dir()):
             raise RunDirError(f"{run.root} is not a run directory (no config.yaml); give the one that `run` printed")
         return run
 
@@ -277,6 +279,11 @@ class RunDir:
     @property
     def trackers(self) -> Path:
         return self.root / "trackers"
+
+    @property
+    def slurm(self) -> Path:
+        """Submissions, batch scripts and their output; there once the run was submitted."""
+        return self.root / "slurm"
 
     @property
     def summary(self) -> Path:
@@ -352,6 +359,11 @@ class AttemptDir:
     @property
     def resume_from(self) -> Path:
         return self.root / "resume-from.json"
+
+    @property
+    def job(self) -> Path:
+        """The Slurm job that the attempt runs in, and its nodes; there for those shapes only."""
+        return self.root / "job.json"
 
     @property
     def mount(self) -> Path:

@@ -230,13 +230,13 @@ def prompt_of(dataset: Dataset, config: PromptsConfig, row: int, position: int) 
         raise DataError(f"{where}: a row must be a mapping, not {type(content).__name__}; mend the data set")
     for option in ("prompt_key", "answer_key"):
         key = getattr(config, option)
-        if key not in content:
+        if key not in content and (key or option == "prompt_key"):
             raise DataError(f"{where}: no column {key!r}, there are {', '.join(content)}; set prompts.{option}")
     return Prompt(
         position=position,
         id=f"{dataset.name}/{row}",
         messages=_messages(content[config.prompt_key], config.system, f"{where}, column {config.prompt_key!r}"),
-        answer=content[config.answer_key],
+        answer=content[config.answer_key] if config.answer_key else None,
         metadata={key: value for key, value in content.items() if key not in (config.prompt_key, config.answer_key)},
     )
 

@@ -224,9 +224,10 @@ class TrainerBackend(Protocol):
     A rank's share of a minibatch may be empty; the loss is a mean over the trainable tokens of all ranks.
 
     proximal = backend.logprobs(batch)              # float32 [T], aligned with batch.token_ids
-    backend.reference_logprobs(batch)               # of the frozen model; only where the algorithm has a KL
+    backend.reference_logprobs(batch)               # of the frozen model; only where the algorithm has one
     values, bootstrap = backend.values(batch)       # [T] before tokens, [S] after sequences; only where it has a critic
     backend.kl_coef                                 # of the next step: it adapts, and is checkpointed
+    stats = backend.evaluate(batch)                 # the loss on held-out data; only where nothing is generated
     stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
     for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
     backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
@@ -242,6 +243,8 @@ class TrainerBackend(Protocol):
     def reference_logprobs(self, batch: Batch) -> Float32Array: ...
 
     def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]: ...
+
+    def evaluate(self, batch: Batch) -> Mapping[str, float]: ...
 
     def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]: ...
 

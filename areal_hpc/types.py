@@ -6,7 +6,8 @@
 
 Conventions that every room keeps: index ``t`` of token ids, loss mask, log-probs and **versions** refers to the same
 token; log-probs are natural logarithms of the sampling distribution at the sampling temperature; a token that was not
-sampled in this run has mask 0, log-prob 0.0 and version -1. The stop reason is carried, never inferred from a length.
+sampled in this run has log-prob 0.0, version -1 and mask 0 (1 in an answer that a data set gives). The stop reason is
+carried, never inferred from a length.
 """
 
 from __future__ import annotations

@@ -72,6 +72,16 @@ def trajectory_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> F
     return normalise(shaped, inputs.groups, config.adv_norm, weights=tokens, samples=inputs.samples)
 
 
+def given_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
+    """Rewards [N] as they are: of given answers, which nothing is relative to."""
+    return inputs.rewards
+
+
+def no_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
+    """0 for each of N trajectories: what is learned comes from elsewhere, such as a teacher."""
+    return np.zeros(inputs.rewards.shape)
+
+
 def shaped_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64Array:
     """Rewards [N] after penalty, scale and ``config.reward_norm``; an episode counts once, however many branches."""
     rewards = inputs.rewards + overlong_penalty(inputs.generated, inputs.max_new_tokens, config.overlong)

@@ -38,6 +38,16 @@ def sapo_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
     return objective(inputs, config, sapo)
 
 
+def sft_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutput:
+    """``-log pi`` of each token of a given answer: maximum likelihood, the cross-entropy of language modelling.
+
+    No ratio and no advantage: the answers are taken to be right, whoever wrote them. The mean is over the tokens of the
+    whole batch, so a long answer counts for more than a short one.
+    """
+    per_token = torch.where(inputs.mask, -inputs.current, 0.0)
+    return LossOutput(per_token=per_token, stats={"logprob_mean": mean_of(inputs.current, inputs.mask)})
+
+
 def clipped(terms: Terms, config: AlgorithmConfig) -> tuple[Tensor, Stats]:
     """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` (PPO, arXiv:1707.06347; two bounds: DAPO,
     arXiv:2503.14476), and for A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729).

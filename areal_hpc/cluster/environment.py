@@ -1,6 +1,7 @@
 """What Slurm tells a batch script of its job, as data: ``SLURM_*`` to an ``Allocation``. Nothing else reads them.
 
 A heterogeneous job has one group of variables for each component, numbered by a suffix; a plain job has them without.
+``AFTER`` is ours: a job hands it to the next one of its chain.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from areal_hpc.cluster.hostlist import expand
 from areal_hpc.errors import ConfigError
 
+AFTER = "AREAL_HPC_AFTER"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
@@ -19,8 +22,15 @@ class Allocation:
     job_id: str
     restarts: int
     """How often Slurm has requeued the job."""
+    after: str = ""
+    """The job that this one goes on for, where sites do not requeue (hetjob.py)."""
     components: tuple[tuple[str, ...], ...]
     """Names of the nodes of each component of a heterogeneous job; one component of a plain job."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on with a run; Slurm has then ended every process of the run before."""
+        return self.restarts > 0 or bool(self.after)
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation:
@@ -39,5 +49,6 @@ def allocation(environment: Mapping[str, str]) -> Allocation:
     return Allocation(
         job_id=environment["SLURM_JOB_ID"],
         restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        after=environment.get(AFTER, ""),
         components=tuple(tuple(expand(environment[f"SLURM_JOB_NODELIST{suffix}"])) for suffix in suffixes),
     )

@@ -7,8 +7,10 @@ run's launcher. Whether the job is requeued is decided in the script: submitit's
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,14 @@ from typing import Any
 
 from areal_hpc.cluster.hetjob import Job, render
 from areal_hpc.errors import SubmissionError
+
+log = logging.getLogger(__name__)
+
+AWAY = "ontact slurm controller"
+"""Slurm's word for a request that never reached the controller, so that it may be repeated; what merely timed out may
+have made a job."""
+CONTROLLER_S = 60.0
+AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +67,16 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
         def _num_tasks(self) -> int:
             return 1
 
-    try:
-        executor = Executor(folder / "%j", python=python)
-        submitted: Any = executor.submit(launch)
-    except (utils.FailedJobError, utils.FailedSubmissionError, subprocess.CalledProcessError) as error:
-        raise SubmissionError(f"sbatch refused the job: {error}; the script is in {folder}") from error
-    except RuntimeError as error:  # submitit finds no srun
-        raise SubmissionError(f"{error}; type this on a login node of the cluster") from error
-    return str(submitted.job_id)
+    deadline = time.monotonic() + CONTROLLER_S
+    while True:
+        try:
+            submitted: Any = Executor(folder / "%j", python=python).submit(launch)
+        except (utils.FailedJobError, utils.FailedSubmissionError, subprocess.CalledProcessError) as error:
+            if AWAY not in str(error) or time.monotonic() > deadline:
+                raise SubmissionError(f"sbatch refused the job: {error}; the script is in {folder}") from error
+            log.warning("Slurm's controller cannot be reached; asking again for %g s at most", CONTROLLER_S)
+            time.sleep(AGAIN_S)
+        except RuntimeError as error:  # submitit finds no srun
+            raise SubmissionError(f"{error}; type this on a login node of the cluster") from error
+        else:
+            return str(submitted.job_id)

@@ -4,7 +4,8 @@
 
 The script holds no decision about the run. Its one process, the launcher, is on the job's first node; all others are
 started by it (``remote.py``). What only a batch script can do is here: it heals a job that Slurm has requeued by half,
-and is the one place that requeues.
+and is the one place that lets a run go on after its time: in the same job, or where a site does not requeue in the next
+one of a chain, which has the same script and waits for the end of this job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from areal_hpc.cluster.components import components_of
+from areal_hpc.cluster.environment import AFTER
 from areal_hpc.config.cluster import ComponentConfig, Shape
+from areal_hpc.config.derived import signal_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
@@ -23,6 +26,20 @@ FLAGS = tuple(
     field.name for field in fields(ComponentConfig) if field.name not in ("nodes", "cpus", "gpus", "exclusive", "raw")
 )
 """Fields that are sbatch options of the same name."""
+
+PATIENTLY = """\
+# A controller that does not answer for some minutes must not end a run of weeks.
+patiently() {
+  local said
+  for _ in {1..60}; do
+    if said=$("$@" 2>&1); then echo "$said"; return 0; fi
+    echo "areal-hpc: $1: $said" >&2
+    grep -qiE 'contact slurm|timed out|unexpected message|connection|zero bytes' <<<"$said" || return 1
+    sleep 5
+  done
+  return 1
+}
+"""
 
 HEAL = """\
 # A node that dies under a component of one node takes that component alone back into the queue (Slurm 22.05 to this
@@ -32,7 +49,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     xargs -n1 date +%s -d | sort -n)
   if [ $(($(tail -n1 <<<"$starts") - $(head -n1 <<<"$starts"))) -gt 5 ]; then
     echo "areal-hpc: only a part of this job was requeued; requeueing all of it" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+    patiently scontrol requeue "$SLURM_JOB_ID"
     sleep 60
     exit 1
   fi
@@ -42,7 +59,7 @@ fi
 RUN = """\
 # SIGTERM: Slurm ends the job, whatever the reason. {signal}: it soon will, at the time limit or for another job.
 ending=""
-trap 'ending=term; kill -TERM "$run" 2>/dev/null' TERM
+trap 'ending={term}; kill -TERM "$run" 2>/dev/null' TERM
 trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
 {command} &
 run=$!
@@ -52,15 +69,27 @@ code=$?
 """
 
 STOPPED = """\
-if [ "$code" -eq {stopped} ]; then  # it has a checkpoint, and there is more to do
-  case "$ending" in
-    "") code=0 ;;  # a person stopped it
-    soon) {again} ;;
-  esac
+if [ "$code" -eq {stopped} ] && [ "$ending" = soon ]; then  # it has a checkpoint, and there is more to do
+{again}
 fi
 """
-REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60'  # Slurm ends the script meanwhile
-TELL = 'echo "areal-hpc: the time is up; go on with areal-hpc submit --resume" >&2'
+REQUEUE = """\
+  patiently scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends the script meanwhile
+"""
+CHAIN = """\
+  next=$(patiently sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" \\
+    --export="ALL,{after}=$SLURM_JOB_ID" "$0" "$@")
+  if next=$(grep -m1 -oE '^[0-9]+' <<<"$next"); then
+{handover}
+    echo "areal-hpc: job $next goes on when this one has ended"
+    code=0
+  fi
+"""
+HANDOVER = """\
+    cp -r {room}/"$SLURM_JOB_ID" {room}/"$next"
+    mv {room}/"$next/${{SLURM_JOB_ID}}_submitted.pkl" {room}/"$next/${{next}}_submitted.pkl"
+"""
+"""Where submitit of the next job will look for what it is to run; the directory's name also tells that there is one."""
 SIGNAL = "USR1"
 EXIT_STOPPED = 75
 """Of a run that ended in order with more to do (EX_TEMPFAIL of sysexits.h)."""
@@ -77,25 +106,31 @@ class Job:
     """Of the whole job, as they stand in the script."""
     setup: tuple[str, ...] = ()
     requeue: bool = True
+    """Go on in the same job; else in the next one of a chain."""
+    room: str = ""
+    """Directory in which submitit has one for each job, named by its id; empty for a script that a person types."""
 
 
-def job_of(config: Config, *, log: str, directory: Path | None = None) -> Job:
+def job_of(config: Config, *, log: str, directory: Path | None = None, room: str = "") -> Job:
     """What the run asks of Slurm.
 
     Args:
         log: file of the batch script's output, as sbatch reads it (%j is the job's id).
+        room: see ``Job``.
         directory: absolute path that the script runs in; None leaves it to the directory sbatch is typed in.
 
     Raises:
         ConfigError: the shape ``split`` cannot give its components what they ask for; names the keys.
     """
     cluster = config.cluster
-    options = [f"--output={log}", "--open-mode=append", f"--signal=B:{SIGNAL}@{cluster.signal_lead_s}"]
+    options = [f"--output={log}", "--open-mode=append", f"--signal=B:{SIGNAL}@{signal_lead_s(config)}"]
     options += ["--requeue" if cluster.requeue else "--no-requeue"]
     options += [f"--chdir={directory}"] if directory else []
     for name in ("comment", "dependency", "mail_type", "mail_user"):
         if value := getattr(cluster, name):
             options.append(_option(name, value))
+    if cluster.dependency:
+        options.append("--kill-on-invalid-dep=yes")  # else a job whose turn never comes waits for ever
     components = tuple(component.request for component in components_of(config))
     if cluster.shape is Shape.SPLIT:
         components = (_merged(config),)
@@ -105,6 +140,7 @@ def job_of(config: Config, *, log: str, directory: Path | None = None) -> Job:
         options=tuple(options),
         setup=cluster.setup,
         requeue=cluster.requeue,
+        room=room,
     )
 
 
@@ -136,15 +172,25 @@ def render(job: Job, command: str) -> str:
     blocks = [
         "\n".join(f"#SBATCH {option}" for option in _options(job, number)) for number in range(len(job.components))
     ]
-    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077"]
+    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077", PATIENTLY.rstrip()]
     if len(job.components) > 1:
         parts.append(HEAL.rstrip())
     if job.setup:
         parts.append("\n".join(job.setup))
-    parts.append(RUN.format(signal=SIGNAL, command=command).rstrip())
-    parts.append(STOPPED.format(stopped=EXIT_STOPPED, again=REQUEUE if job.requeue else TELL).rstrip())
+    # Slurm itself requeues what it pre-empts; a chain it does not know, and a person's cancel gives no warning first.
+    term = "term" if job.requeue else "${ending:-term}"
+    parts.append(RUN.format(signal=SIGNAL, command=command, term=term).rstrip())
+    parts.append(STOPPED.format(stopped=EXIT_STOPPED, again=_again(job).rstrip()).rstrip())
     parts.append('exit "$code"')
     return "\n\n".join(parts) + "\n"
+
+
+def _again(job: Job) -> str:
+    """How the run goes on after its time."""
+    if job.requeue:
+        return REQUEUE
+    handover = HANDOVER.format(room=shlex.quote(job.room)).rstrip() if job.room else ""
+    return CHAIN.format(after=AFTER, handover=handover).replace("\n\n", "\n")
 
 
 def _options(job: Job, number: int) -> Iterator[str]:

@@ -1,28 +1,178 @@
-"""What Slurm says of a job, asked once and never in a loop."""
+"""What Slurm says of a job, asked once a command and never in a loop.
+
+    queued(job)        squeue: is it in the queue, in which state, and why it waits
+    accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
+    cancel(job)        scancel: the whole job
+    verdict(script)    sbatch --test-only: would it take this
+
+Output is asked for without headings and with a separator, so that no column has a width: a long user name or state
+would be cut off, or take another's place. Node lists are not taken from JSON, whose form differs between versions.
+"""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from areal_hpc.errors import SubmissionError
 
 ASK_S = 30.0
+NO_ANSWER = ("ontact slurm", "configuration source", "imed out")
 UNKNOWN_JOB = "Invalid job id specified"
+QUEUE_FIELDS = ("%i", "%T", "%r", "%S")
+ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw")
+SEPARATOR = "|"
+UNKNOWN = ("N/A", "Unknown", "None", "")
+"""What Slurm writes where it has nothing to say."""
+WENT_WELL = ("COMPLETED", "RUNNING", "PENDING")
 
 
-def queued(job_id: str) -> str:
-    """The state of a job that is in the queue, such as RUNNING; empty if it is not there (any more).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A job in the queue."""
+
+    state: str
+    """Such as PENDING or RUNNING; of a heterogeneous job, its first component's."""
+    reason: str = ""
+    """Why it waits, as Slurm calls it."""
+    starts: str = ""
+    """When it is expected to start, or has started; empty where Slurm does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounted:
+    """One line of the accounts: an incarnation of a job's component, or one of its steps."""
+
+    job: str
+    """Number of the job, such as 12; all components of a heterogeneous one share it."""
+    component: int = 0
+    step: str = ""
+    """Such as 0 or batch; empty for the job itself."""
+    state: str
+    exit_code: int
+    """The exit code, or minus the signal."""
+    derived_code: int = 0
+    """The highest exit code of the job's steps: a step's failure does not always reach the job's own."""
+    start: str = ""
+    end: str = ""
+    elapsed_s: int = 0
+    energy_j: int | None = None
+    """Joules, where the site counts them."""
+
+
+def queued(job_id: str) -> Queued | None:
+    """A job as the queue has it; None if it is not there (any more).
 
     Raises:
         SubmissionError: Slurm does not answer.
     """
-    # No column has a width: a long user name or state would be cut off, or take another's place.
-    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SubmissionError(f"squeue does not answer: {error}; type this on a login node of the cluster") from error
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", SEPARATOR.join(QUEUE_FIELDS)]
+    asked = _ask(command)
     if asked.returncode and UNKNOWN_JOB not in asked.stderr:
         raise SubmissionError(f"squeue failed: {asked.stderr.strip()}; try again when Slurm answers")
-    states = asked.stdout.split()
-    return states[0] if states else ""
+    return parse_queue(asked.stdout)
+
+
+def parse_queue(text: str) -> Queued | None:
+    """squeue's lines, one a component; the first component speaks for the job, any may say what it waits for."""
+    rows = [line.strip().split(SEPARATOR) for line in text.splitlines() if line.strip()]
+    if not rows:
+        return None
+    reasons = [reason for _, _, reason, _ in rows if reason not in UNKNOWN]
+    starts = rows[0][3]
+    return Queued(state=rows[0][1], reason=reasons[0] if reasons else "", starts="" if starts in UNKNOWN else starts)
+
+
+def accounted(job_ids: Sequence[str]) -> list[Accounted]:
+    """What the accounts hold of jobs, earlier incarnations included, in the order in which Slurm lists them.
+
+    Raises:
+        SubmissionError: there are no accounts here, or they do not answer.
+    """
+    words = ["--noheader", "--parsable2", "--duplicates", f"--format={','.join(ACCOUNT_FIELDS)}"]
+    asked = _ask(["sacct", *words, "--jobs", ",".join(job_ids)])
+    if asked.returncode:
+        raise SubmissionError(f"sacct failed: {asked.stderr.strip()}; this site may keep no accounts")
+    return parse_accounts(asked.stdout)
+
+
+def parse_accounts(text: str) -> list[Accounted]:
+    """sacct's lines: ``12``, ``12.batch``, ``12.0``; of a heterogeneous job ``12+1``, ``12+1.0``."""
+    found = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        name, state, code, derived, start, end, elapsed, energy = line.strip().split(SEPARATOR)
+        whole, _, step = name.partition(".")
+        job, _, component = whole.partition("+")
+        found.append(
+            Accounted(
+                job=job,
+                component=int(component or 0),
+                step=step,
+                state=state.split()[0],  # "CANCELLED by 1000"
+                exit_code=_code(code),
+                derived_code=_code(derived),
+                start="" if start in UNKNOWN else start,
+                end="" if end in UNKNOWN else end,
+                elapsed_s=int(elapsed or 0),
+                energy_j=int(energy) if energy.isdigit() and int(energy) else None,
+            )
+        )
+    return found
+
+
+def _code(text: str) -> int:
+    """``1:0`` is exit code 1, ``0:9`` ended by signal 9."""
+    code, _, number = text.partition(":")
+    return -int(number) if number.isdigit() and int(number) else int(code or 0)
+
+
+def last_incarnation(rows: Sequence[Accounted]) -> list[Accounted]:
+    """The lines of a job's newest incarnation: those that began with it or later; itself alone if it never began."""
+    heads = [row for row in rows if not row.step and row.component == 0]
+    if not heads or not heads[-1].start:
+        return heads[-1:]
+    return [row for row in rows if row.start >= heads[-1].start]
+
+
+def first_failure(rows: Sequence[Accounted]) -> Accounted | None:
+    """The step that failed first, by the time at which it ended; the batch script only where no other did."""
+    failed = [row for row in rows if row.step and (row.exit_code or row.state not in WENT_WELL)]
+    return min(failed, key=lambda row: (row.step in ("batch", "extern"), row.end or "~"), default=None)
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job, all of its components.
+
+    Raises:
+        SubmissionError: Slurm refused, or does not answer.
+    """
+    asked = _ask(["scancel", job_id])
+    if asked.returncode:
+        raise SubmissionError(f"scancel failed: {asked.stderr.strip()}; try again when Slurm answers")
+
+
+def verdict(script: str) -> tuple[bool, str]:
+    """Whether Slurm would take a batch script as it is, and what sbatch says of it; nothing is submitted."""
+    if shutil.which("sbatch") is None:
+        return True, "not asked: there is none on this machine"
+    asked = _ask(["sbatch", "--test-only"], script)
+    words = [line.removeprefix("sbatch: ").strip() for line in asked.stderr.splitlines() if line.strip()]
+    said = "; ".join(words) or "says nothing"
+    if asked.returncode and any(word in said for word in NO_ANSWER):
+        return True, f"does not answer: {said}"
+    return asked.returncode == 0, said
+
+
+def _ask(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(  # noqa: S603  no shell
+            command, input=text, capture_output=True, text=True, timeout=ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SubmissionError(
+            f"{command[0]} does not answer: {error}; type this on a login node of the cluster"
+        ) from error

@@ -60,6 +60,13 @@ class KlPlace(StrEnum):
     LOSS = "loss"
 
 
+class PreferenceLoss(StrEnum):
+    """What is asked of a pair's margin: to be large, or to be a certain number."""
+
+    SIGMOID = "sigmoid"
+    IPO = "ipo"
+
+
 class GaeLevel(StrEnum):
     TOKEN = "token"  # noqa: S105
     TURN = "turn"
@@ -142,6 +149,16 @@ class GaeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DpoConfig:
+    beta: float = 0.1
+    """How strongly the policy is held near the reference; small is loosely."""
+    loss: PreferenceLoss = PreferenceLoss.SIGMOID
+    """`sigmoid` widens margins for ever (DPO); `ipo` wants each to be 1 / (2 beta), which noisy preferences bear."""
+    reference: str = ""
+    """Checkpoint directory of the frozen reference model; empty is `model.path`. Costs one more copy of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     name: str = "grpo"
     """Name in `config/recipes.py`; it sets what defines the algorithm, and defaults of what you leave out."""
@@ -189,3 +206,5 @@ class AlgorithmConfig:
     """How the policy is held near a reference."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model, where the algorithm has one."""
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    """What preferences are held against."""

@@ -36,6 +36,7 @@ def check_algorithm(config: AlgorithmConfig, group_size: int, max_staleness: int
     """
     recipe = recipe_of(config.name)
     _check_reads(config, recipe)
+    _check_teacher(config, recipe)
     _check_kl(config, recipe)
     _check_gae(config, recipe)
     _check_rewards(config)
@@ -83,6 +84,24 @@ def _check_reads(config: AlgorithmConfig, recipe: Recipe) -> None:
             raise ConfigError(
                 f"algorithm.{name} does nothing with algorithm.name = {config.name}; remove it, or set "
                 f"algorithm.name to {' or '.join(readers)}"
+            )
+
+
+def _check_teacher(config: AlgorithmConfig, recipe: Recipe) -> None:
+    """What learns from a teacher alone needs one, and reads no reward."""
+    if recipe.outcome:
+        return
+    if not config.kl.reference or config.kl.coef == 0:
+        raise ConfigError(
+            f"algorithm.name = {config.name} learns from a teacher: set algorithm.kl.reference to the teacher's "
+            "checkpoint directory, and algorithm.kl.coef above 0"
+        )
+    default = AlgorithmConfig()
+    for name in ("reward_scale", "reward_bias", "reward_clip", "overlong"):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(
+                f"algorithm.{name} does nothing with algorithm.name = {config.name}, which does not learn from "
+                "rewards; remove it"
             )
 
 

@@ -12,14 +12,17 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks, ring_capacity
+from areal_hpc.config.derived import model_ranks, ring_capacity, sbatch_options, signal_lead_s, time_limit_s
 from areal_hpc.config.keys import value_of
+from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
+from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.schema import Config, EngineName, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
-NOT_EMPTY = ("model.path", "prompts.train", "rollout.reward", "rollout.workflow", "run_root")
+NOT_EMPTY = ("model.path", "prompts.train", "rollout.workflow", "run_root")
 DOTTED_PATH = re.compile(r"\w+(\.\w+)*:\w+")
+Check = Callable[[Config], Iterator[str]]
 
 
 def check_name(config: Config) -> Iterator[str]:
@@ -39,8 +42,15 @@ def check_not_empty(config: Config) -> Iterator[str]:
 def check_dotted_paths(config: Config) -> Iterator[str]:
     for name in ("model.maker", "rollout.reward", "rollout.workflow", "agent.python", "algorithm.loss"):
         path = value_of(config, name)
-        if path and not DOTTED_PATH.fullmatch(path):
-            yield f"{name}: {path!r} is no dotted path; write it as module:name"
+        directory = name == "rollout.reward" and "/" in path
+        if path and not directory and not DOTTED_PATH.fullmatch(path):
+            also = ", or the directory of a reward model with a /" if name == "rollout.reward" else ""
+            yield f"{name}: {path!r} is no dotted path; write it as module:name{also}"
+
+
+def check_reward(config: Config) -> Iterator[str]:
+    if not config.rollout.reward:
+        yield "rollout.reward: required but missing; set it to a function, module:name, or a reward model's directory"
 
 
 def check_agent(config: Config) -> Iterator[str]:
@@ -146,16 +156,20 @@ def check_lengths(config: Config) -> Iterator[str]:
             f"rollout.sampling.max_new_tokens: {answer} leaves no room for a prompt in model.max_tokens {limit}; "
             "lower it, or raise model.max_tokens"
         )
+    if (zone := config.algorithm.overlong.tokens) > answer:
+        yield (
+            f"algorithm.overlong.tokens: a penalty zone of {zone} tokens is longer than "
+            f"rollout.sampling.max_new_tokens {answer}; lower it"
+        )
+
+
+def check_microbatch(config: Config) -> Iterator[str]:
+    limit = config.model.max_tokens
     budget = config.trainer.tokens_per_microbatch * config.trainer.parallel.context
     if limit > budget:
         yield (
             f"trainer.tokens_per_microbatch: a sequence of model.max_tokens {limit} exceeds a micro-batch of {budget} "
             "tokens (times trainer.parallel.context); raise it, or lower model.max_tokens"
-        )
-    if (zone := config.algorithm.overlong.tokens) > answer:
-        yield (
-            f"algorithm.overlong.tokens: a penalty zone of {zone} tokens is longer than "
-            f"rollout.sampling.max_new_tokens {answer}; lower it"
         )
 
 
@@ -224,6 +238,28 @@ def check_deterministic(config: Config) -> Iterator[str]:
         )
 
 
+def check_job(config: Config) -> Iterator[str]:
+    if config.cluster.shape is Shape.LOCAL:
+        return
+    try:
+        limit, lead = time_limit_s(config), signal_lead_s(config)
+    except ConfigError as error:
+        yield f"cluster: {error}"
+        return
+    if limit is not None and lead >= limit:
+        yield (
+            f"cluster.signal_lead_s: a warning {lead} s before the end leaves nothing of a time limit of {limit} s; "
+            "raise cluster.all.time, or lower cluster.signal_lead_s or limits.stop_s"
+        )
+    if any(word.startswith(("--array", "-a")) for word in sbatch_options(config)):
+        yield "cluster.all.raw: --array makes many jobs of one run; remove it, and submit one run for each `name`"
+    if config.cluster.signal_lead_s and config.cluster.signal_lead_s <= config.limits.stop_s:
+        yield (
+            f"cluster.signal_lead_s: {lead} s is too short for a stop, which may take limits.stop_s "
+            f"{config.limits.stop_s:g} s; raise it, or set it to 0"
+        )
+
+
 def check_replay(config: Config) -> Iterator[str]:
     replay = config.replay
     if replay.run and (config.evaluation.every_steps or config.archive.every_steps):
@@ -235,7 +271,7 @@ def check_replay(config: Config) -> Iterator[str]:
         yield f"replay.to_step: {replay.to_step} is not after replay.from_step {replay.from_step}; raise it"
 
 
-CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
+ALWAYS: Final[tuple[Check, ...]] = (
     check_name,
     check_not_empty,
     check_dotted_paths,
@@ -246,15 +282,30 @@ CHECKS: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
     check_reference_backend,
     check_engine_ranks,
     check_server_args,
-    check_algorithm_settings,
-    check_groups,
     check_minibatches,
-    check_lengths,
+    check_microbatch,
     check_top_k,
     check_schedule,
-    check_ring,
     check_time_limits,
     check_evaluation,
     check_deterministic,
+    check_job,
     check_replay,
 )
+WITH_EPISODES: Final[tuple[Check, ...]] = (
+    check_reward,
+    check_algorithm_settings,
+    check_groups,
+    check_lengths,
+    check_ring,
+)
+WITH_ALGORITHM: Final[tuple[Check, ...]] = (check_offline, check_pairs, check_conversations)
+CHECKS: Final[tuple[Check, ...]] = (*ALWAYS, *WITH_EPISODES, *WITH_ALGORITHM)
+
+
+def problems_of(config: Config) -> Iterator[str]:
+    """All that does not fit together, each with what to do."""
+    known = config.algorithm.name in RECIPES  # else there is one problem more, and no telling what it reads
+    chosen = (*ALWAYS, *(() if is_offline(config.algorithm) else WITH_EPISODES), *(WITH_ALGORITHM if known else ()))
+    for check in chosen:
+        yield from check(config)

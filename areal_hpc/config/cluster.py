@@ -6,8 +6,13 @@ Every field of `cluster.all` can be said again for one component, under `cluster
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+
+from areal_hpc.errors import ConfigError
+
+TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 
 
 class Shape(StrEnum):
@@ -90,16 +95,36 @@ class ClusterConfig:
     """When Slurm writes a mail (--mail-type)."""
     mail_user: str = ""
     """To whom (--mail-user)."""
-    signal_lead_s: int = 300
-    """Seconds before the time limit at which the run is told to stop; limits.stop_s must fit into it."""
+    signal_lead_s: int = 0
+    """Seconds before the time limit at which the run is told to stop; limits.stop_s must fit into it. 0 is a quarter
+    of the time limit, at most 300."""
     requeue: bool = True
-    """Requeue the job when it stopped at its time limit, was pre-empted or lost a node."""
+    """Requeue the job when it stopped at its time limit, was pre-empted or lost a node. False, for sites that do not:
+    at its time limit it submits the next job of a chain, which goes on; after a lost node `submit --resume` does."""
     setup: tuple[str, ...] = ()
     """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
     prefix: str = ""
     """Command that every Python of the run is started through, such as "apptainer exec --nv image.sif"."""
     python: str = ""
     """Python interpreter on the nodes; empty is the one that submits."""
+
+
+def seconds_of(limit: str) -> int | None:
+    """A time limit as sbatch(1) writes it, in seconds; None of one that is not given or has no end.
+
+    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if limit.upper() in ("", "UNLIMITED", "INFINITE"):
+        return None
+    if not (found := TIME.fullmatch(limit)):
+        raise ConfigError(f'time {limit!r} is no time limit of Slurm; write minutes, "hours:minutes:0" or "days-hours"')
+    days, rest = found[1], [int(part) for part in found[2].split(":")]
+    places = rest if days or len(rest) == 3 else [0, *rest]
+    hours, minutes, seconds = [*places, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def inherited(component: ComponentConfig, everywhere: ComponentConfig) -> ComponentConfig:

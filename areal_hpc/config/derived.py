@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from areal_hpc.config.cluster import ComponentConfig, inherited, seconds_of
 from areal_hpc.config.schema import Config
+
+LONGEST_LEAD_S = 300
+SPARE_S = 10
+"""What Slurm's own clockwork may take of the lead, in seconds."""
 
 
 def ring_capacity(config: Config) -> int:
@@ -26,3 +32,30 @@ def threads_of(config: Config) -> Mapping[str, int]:
 def engine_ranks(config: Config) -> int:
     """Devices of one engine replica."""
     return config.generation.tensor_parallel * config.generation.pipeline_parallel
+
+
+def _requests(config: Config) -> list[ComponentConfig]:
+    """What each component asks for, completely."""
+    cluster = config.cluster
+    return [inherited(one, cluster.all) for one in (cluster.trainer, cluster.generation, cluster.rollout)]
+
+
+def sbatch_options(config: Config) -> list[str]:
+    """The options that go to sbatch as they are, of all components."""
+    return [option for one in _requests(config) for option in one.raw]
+
+
+def time_limit_s(config: Config) -> int | None:
+    """The shortest time limit of the job's components, in seconds; None where none is given."""
+    limits = [limit for one in _requests(config) if (limit := seconds_of(one.time)) is not None]
+    return min(limits, default=None)
+
+
+def signal_lead_s(config: Config) -> int:
+    """Seconds before the time limit at which the run is told to stop: what it is set to, or a quarter of the limit,
+    but not below limits.stop_s and ten seconds, nor above five minutes."""
+    if config.cluster.signal_lead_s:
+        return config.cluster.signal_lead_s
+    limit = time_limit_s(config)
+    needed = math.ceil(config.limits.stop_s) + SPARE_S
+    return max(needed, LONGEST_LEAD_S if limit is None else min(LONGEST_LEAD_S, limit // 4))

@@ -75,6 +75,7 @@ RANGES: Final[Mapping[str, str]] = {
     "algorithm.kl.horizon": "[1, inf)",
     "algorithm.critic.lr_scale": "(0, inf)",
     "algorithm.critic.value_clip": "(0, inf)",
+    "algorithm.dpo.beta": "(0, inf)",
     "agent.max_turns": "[1, inf)",
     "agent.discount": "[0, 1]",
     "agent.idle_s": "(0, inf)",
@@ -117,7 +118,7 @@ RANGES: Final[Mapping[str, str]] = {
     "cluster.rollout.nodes": "[0, inf)",
     "cluster.rollout.cpus": "[0, inf)",
     "cluster.rollout.gpus": "[0, inf)",
-    "cluster.signal_lead_s": "[1, inf)",
+    "cluster.signal_lead_s": "[0, inf)",
 }
 """As mathematicians write it: brackets include the end, parentheses do not."""
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from enum import Enum
 from typing import Any
 
 from areal_hpc.config.algorithm import (
+    AlgorithmConfig,
+    GaeLevel,
     KlEstimator,
     KlPlace,
     Level,
@@ -27,8 +30,26 @@ from areal_hpc.config.algorithm import (
 from areal_hpc.errors import ConfigError
 
 CLIPPING = ("clip_low", "clip_high", "dual_clip")
-READ_BY_SOME = (*CLIPPING, "sapo_tau_positive", "sapo_tau_negative", "m2_threshold", "gae", "critic")
+READ_BY_SOME = (*CLIPPING, "sapo_tau_positive", "sapo_tau_negative", "m2_threshold", "gae", "critic", "dpo")
 """Keys and sections of `algorithm` that only some algorithms read."""
+
+
+class Data(Enum):
+    """What an algorithm learns from."""
+
+    ROLLOUTS = "what the policy samples in the run"
+    RESPONSES = "answers that a data set holds"
+    PAIRS = "a better and a worse answer to each prompt, from a data set"
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether nothing is generated: no engines, no episodes, no rewards."""
+        return self is not Data.ROLLOUTS
+
+    @property
+    def together(self) -> int:
+        """Sequences that the loss must see at once: it is of a pair, the better one first."""
+        return 2 if self is Data.PAIRS else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +59,15 @@ class Recipe:
     paper: str
     """Where it comes from, and what sets it apart from its neighbour."""
     token_level: bool = False
+    outcome: bool = True
+    """Whether rewards are learned from; without, they are only told."""
     critic: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     usual: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = CLIPPING
+    data: Data = Data.ROLLOUTS
+    reference: bool = False
+    """Whether a frozen model is part of its loss, whatever `algorithm.kl` says."""
 
 
 def _reward_norm(mean: Level, std: Level, **more: Any) -> dict[str, Any]:
@@ -53,6 +79,8 @@ def _section(name: str, **values: Any) -> dict[str, Any]:
 
 
 BATCH_ADVANTAGES = _section("algorithm.adv_norm", mean=Level.BATCH, std=Level.BATCH)
+
+NO_PROXIMAL = {"algorithm.decoupled": False, "algorithm.proximal": ProximalMethod.BEHAVIOUR}
 
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(paper="arXiv:2402.03300: rewards relative to their group, by its deviation; no critic"),
@@ -84,7 +112,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "sapo": Recipe(
         paper="arXiv:2511.20347: a smooth gate around the behaviour policy in place of a clip around the proximal one",
-        fixed={"algorithm.decoupled": False, "algorithm.proximal": ProximalMethod.BEHAVIOUR},
+        fixed=NO_PROXIMAL,
         reads=("sapo_tau_positive", "sapo_tau_negative"),
     ),
     "m2po": Recipe(
@@ -133,7 +161,53 @@ RECIPES: Mapping[str, Recipe] = {
         usual=_reward_norm(Level.NONE, Level.NONE) | BATCH_ADVANTAGES | {"algorithm.gae.lam": 0.95},
         reads=(*CLIPPING, "gae", "critic"),
     ),
+    "distillation": Recipe(
+        paper="arXiv:2306.13649 (on-policy, reverse KL): a token's advantage is how much likelier the teacher finds it",
+        token_level=True,
+        outcome=False,
+        fixed=_reward_norm(Level.NONE, Level.NONE)
+        | _section("algorithm.adv_norm", mean=Level.NONE, std=Level.NONE)
+        | _section("algorithm.kl", place=KlPlace.REWARD, estimator=KlEstimator.K1)
+        | _section("algorithm.gae", level=GaeLevel.TOKEN, discount=1.0, lam=0.0, alpha=None)
+        | {"rollout.filter.zero_variance": False},
+        usual={"algorithm.kl.coef": 1.0},
+        reads=(*CLIPPING, "gae"),
+    ),
+    "sft": Recipe(
+        paper="maximum likelihood of given answers, a mean over the tokens of the whole batch",
+        fixed=NO_PROXIMAL,
+        usual={"prompts.answer_key": "response"},
+        reads=(),
+        data=Data.RESPONSES,
+    ),
+    "dpo": Recipe(
+        paper="arXiv:2305.18290: a policy is its own reward model, relative to a reference; ipo: arXiv:2310.12036",
+        fixed=NO_PROXIMAL,
+        usual={"prompts.answer_key": "chosen"},
+        reads=("dpo",),
+        data=Data.PAIRS,
+        reference=True,
+    ),
+    "reward_model": Recipe(
+        paper="Bradley-Terry, as in arXiv:2203.02155: the better answer of a pair is to have the higher score",
+        fixed=NO_PROXIMAL,
+        usual={"prompts.answer_key": "chosen"},
+        reads=(),
+        data=Data.PAIRS,
+    ),
 }
+
+
+def is_offline(config: AlgorithmConfig) -> bool:
+    """Whether the algorithm learns from a data set and nothing is generated; not where its name is unknown."""
+    return config.name in RECIPES and RECIPES[config.name].data.is_offline
+
+
+def reference_of(config: AlgorithmConfig) -> str | None:
+    """Where the frozen reference model lies, "" for where the policy began; None where the algorithm has none."""
+    if recipe_of(config.name).reference:
+        return config.dpo.reference
+    return config.kl.reference if config.kl.coef > 0 else None
 
 
 def recipe_of(name: str) -> Recipe:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from areal_hpc.config.checks import CHECKS
+from areal_hpc.config.checks import problems_of
 from areal_hpc.config.keys import keys, value_of, with_value
 from areal_hpc.config.layout import parse_layout, settings
 from areal_hpc.config.problems import raise_if_any
 from areal_hpc.config.ranges import out_of_range
-from areal_hpc.config.recipes import RECIPES
+from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.schema import Config
 
 ONE_AT_A_TIME = ("generation.max_running", 1)
@@ -36,10 +36,10 @@ def resolve(config: Config, stated: Collection[str] = ()) -> Config:
     """
     config = _with_layout(config, stated)
     config = _with_recipe(config, stated)
-    if config.deterministic:
+    if config.deterministic and not is_offline(config.algorithm):
         config = with_value(config, *ONE_AT_A_TIME)
     raise_if_any(list(out_of_range(config)))
-    raise_if_any([problem for check in CHECKS for problem in check(config)])
+    raise_if_any(list(problems_of(config)))
     return config
 
 

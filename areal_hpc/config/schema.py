@@ -75,7 +75,10 @@ class PromptsConfig:
     prompt_key: str = "prompt"
     """Column that holds the prompt: a text, or a list of chat messages."""
     answer_key: str = "answer"
-    """Column that holds the expected answer, handed to the reward as it is."""
+    """Column that holds the expected answer, handed to the reward as it is. Offline: the answer to learn or to prefer;
+    empty for `sft` on whole conversations, whose every assistant turn is learned."""
+    rejected_key: str = "rejected"
+    """Column that holds the worse answer of a pair, for `dpo` and `reward_model`."""
     system: str = ""
     """System message put before every prompt that is a plain text; empty means none."""
     shuffle: bool = True
@@ -116,8 +119,9 @@ class FilterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    reward: str
-    """Reward function as a dotted path `module:function`, called as f(completion text, answer, prompt)."""
+    reward: str = ""
+    """Reward function as a dotted path `module:function`, called as f(completion text, answer, prompt); or a directory,
+    written with a `/`, that holds a reward model as `areal-hpc export` writes it. Every run with episodes needs one."""
     workflow: str = "areal_hpc.rollout.workflows:SingleTurn"
     """Workflow class as a dotted path: how one episode runs."""
     group_size: int = 8
@@ -240,7 +244,7 @@ class Config:
     """The language model."""
     prompts: PromptsConfig
     """Where prompts come from."""
-    rollout: RolloutConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How prompts become scored trajectories."""
     trainer: TrainerConfig
     """How trajectories become weights."""

@@ -67,22 +67,33 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the messages.
         """
-        from jinja2 import TemplateError
-
-        dialogue = [dict(message) for message in messages]
         if taken := self._own_arguments & set(options or {}):  # "tokenize", "chat_template" and their like
             raise DataError(f"template arguments {sorted(taken)} are not the template's own; leave them out")
+        how = {**(options or {}), "tools": list(tools) or None, "add_generation_prompt": header}
+        return as_token_ids(self._templated(messages, **how))
+
+    def text(self, messages: Sequence[Message], *, header: bool) -> str:
+        """The conversation as the template writes it, with the header of the assistant's next turn or without.
+
+        Raises:
+            DataError: as ``render``.
+        """
+        text = self._templated(messages, add_generation_prompt=header, tokenize=False)
+        assert isinstance(text, str)
+        return text
+
+    def _templated(self, messages: Sequence[Message], **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        conversation = [dict(message) for message in messages]
         try:
             with self._lock:
-                rendered = self._tokenizer.apply_chat_template(
-                    dialogue, tools=list(tools) or None, add_generation_prompt=header, **(options or {})
-                )
+                return self._tokenizer.apply_chat_template(conversation, **options)
         except (TemplateError, TypeError) as error:  # a template that adds None to a text raises the latter
-            roles = [message.get("role") for message in dialogue]
+            roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
             ) from error
-        return as_token_ids(rendered)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a plain text; special tokens that it spells are those tokens.

@@ -69,6 +69,14 @@ def _figure(summary: Summary, staleness_bound: int | None) -> Figure:
 
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
+    if summary.is_offline:
+        figure.set_size_inches(SIZE_INCHES[0], SIZE_INCHES[1] / 2)
+        loss = figure.subplots()
+        _draw_loss(loss, summary)
+        _mark_attempts(loss, summary, label="attempt begins")
+        _finish(loss)
+        _label_steps(loss, summary)
+        return figure
     reward, staleness, gap = figure.subplots(3, 1, sharex=True, height_ratios=(1.35, 1, 1))
     _draw_reward(reward, summary)
     _draw_staleness(staleness, summary, staleness_bound)
@@ -77,10 +85,16 @@ def _figure(summary: Summary, staleness_bound: int | None) -> Figure:
         _mark_attempts(axes, summary, label="attempt begins" if axes is reward else "")
         _finish(axes)
     staleness.yaxis.set_major_locator(MaxNLocator(integer=True))
-    gap.set_xlabel("optimizer step")
-    gap.xaxis.set_major_locator(MaxNLocator(integer=True))
-    gap.set_xlim(*_step_range(summary))
+    _label_steps(gap, summary)
     return figure
+
+
+def _label_steps(axes: Axes, summary: Summary) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(*_step_range(summary))
 
 
 def _step_range(summary: Summary) -> tuple[float, float]:
@@ -94,6 +108,13 @@ def _draw_reward(axes: Axes, summary: Summary) -> None:
     axes.set_title("Reward")
     axes.set_ylabel("mean reward per answer")
     _draw_smoothed(axes, summary, "reward_mean", "each step")
+    _draw_evaluations(axes, summary)
+
+
+def _draw_loss(axes: Axes, summary: Summary) -> None:
+    axes.set_title("Loss")
+    axes.set_ylabel("mean loss")
+    _draw_smoothed(axes, summary, "loss", "each step")
     _draw_evaluations(axes, summary)
 
 
@@ -133,13 +154,13 @@ def _draw_evaluations(axes: Axes, summary: Summary) -> None:
     found = summary.evaluations
     if not found:
         return
-    steps, rewards = [e.step for e in found], [e.reward_mean for e in found]
-    axes.plot(steps, rewards, color=VERMILION, linestyle="", marker="D", markersize=5.5, markeredgecolor="white",
+    steps, values = [e.step for e in found], [e.value for e in found]
+    axes.plot(steps, values, color=VERMILION, linestyle="", marker="D", markersize=5.5, markeredgecolor="white",
               markeredgewidth=0.8, label="evaluation", zorder=4)  # fmt: skip
     few = len(found) <= LABELLED_EVALUATIONS
     paper = {"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.7}
-    for place in range(len(found)) if few else sorted({0, int(np.argmax(rewards)), len(found) - 1}):
-        axes.annotate(f"{rewards[place]:.3g}", (steps[place], rewards[place]), xytext=(0, -8), ha="center", va="top",
+    for place in range(len(found)) if few else sorted({0, int(np.argmax([e.merit for e in found])), len(found) - 1}):
+        axes.annotate(f"{values[place]:.3g}", (steps[place], values[place]), xytext=(0, -8), ha="center", va="top",
                       textcoords="offset points", color=VERMILION, fontsize=8, bbox=paper, zorder=5)  # fmt: skip
 
 

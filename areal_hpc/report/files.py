@@ -13,6 +13,7 @@ from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
 from areal_hpc.report.text import MISSING, count, duration, number, percent
+from areal_hpc.report.usage import usage_of, usage_rows
 from areal_hpc.telemetry import Record, RecordReader
 
 ROLES = ("trainer", "evaluator", "rollout", "launcher")
@@ -21,18 +22,28 @@ ALWAYS_TOLD = ("sealed", "filtered", "failed", "stale")
 """What became of groups in every run; the rest is told where it happened."""
 
 
-def write_report(run: RunDir, stream: TextIO | None = None) -> Summary:
-    """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout)."""
+def write_report(run: RunDir, stream: TextIO | None = None, *, ask: bool = False) -> Summary:
+    """Read the records of all attempts, write the three files, print the table to ``stream`` (default: stdout).
+
+    ``ask``: ask Slurm's accounts for what the run's files do not tell.
+    """
     readers = [RecordReader(attempt.telemetry, ROLES) for attempt in run.all_attempts()]
     summary = summarise(_all(readers))
     config = configuration(run)
     bound = config.get("buffer", {}).get("max_staleness")
     total_steps = config.get("trainer", {}).get("total_steps")
-    evaluations = [asdict(evaluation) for evaluation in summary.evaluations]
-    publish_json(run.summary, {**summary.facts(), "evaluations": evaluations})
+    evaluations = [
+        {name: value for name, value in asdict(evaluation).items() if value is not None}
+        for evaluation in summary.evaluations
+    ]
+    usage = usage_of(run, summary, ask=ask)
+    used = {} if usage is None else {"usage": usage.facts(summary.facts())}
+    publish_json(run.summary, {**summary.facts(), **used, "evaluations": evaluations})
     for suffix, data in draw(summary, bound).items():
         publish(run.curves(suffix), data)
     rows = table(summary, total_steps, bound)
+    if usage is not None:
+        rows += usage_rows(usage, used["usage"])
     if num_damaged := sum(reader.num_damaged for reader in readers):
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))
@@ -59,15 +70,15 @@ def configuration(run: RunDir) -> dict[str, Any]:
 def table(summary: Summary, total_steps: int | None, staleness_bound: int | None) -> list[tuple[str, str]]:
     """The summary as (name, text) rows."""
     facts: dict[str, Any] = summary.facts()
+    if summary.is_offline:
+        return _offline_table(facts, total_steps)
     groups = [
         f"{name} {count(number)}"
         for name, number in summary.group_counts().items()
         if number is not None and (number or name in ALWAYS_TOLD)
     ]
     return [
-        ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
-        ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
-        ("steps", f"{count(facts['last_step'])} of {count(total_steps)}"),
+        *_course(facts, total_steps),
         ("reward", f"{number(facts['reward_first'])} (first 10 steps) to {number(facts['reward_last'])} (last 10)"),
         (
             "evaluation",
@@ -90,6 +101,32 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
             f" generation paused {percent(facts['paused_share'])}",
         ),
         ("groups", ", ".join(groups) or MISSING),
+    ]
+
+
+def _course(facts: dict[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
+    return [
+        ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
+        ("attempts", f"{facts['attempts']}, {facts['steps_taken_back']} steps taken back by restarts"),
+        ("steps", f"{count(facts['last_step'])} of {count(total_steps)}"),
+    ]
+
+
+def _offline_table(facts: dict[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
+    """What there is to tell where nothing was generated."""
+    accuracy = facts["evaluation_accuracy_last"]
+    return [
+        *_course(facts, total_steps),
+        ("loss", f"{number(facts['loss_first'])} (first 10 steps) to {number(facts['loss_last'])} (last 10)"),
+        (
+            "evaluation",
+            f"loss first {number(facts['evaluation_first'])}, last {number(facts['evaluation_last'])},"
+            f" best {number(facts['evaluation_best'])} at step {count(facts['evaluation_best_step'])}"
+            + ("" if accuracy is None else f"; accuracy {number(accuracy)}"),
+        ),
+        ("tokens", f"{count(facts['tokens_trained'])} trained"),
+        ("speed", f"{count(facts['tokens_trained_per_s'])} tokens trained per second"),
+        ("time", f"{duration(facts['seconds'])} in steps: {percent(facts['train_share'])} training"),
     ]
 
 

@@ -49,6 +49,11 @@ class Progress:
         return None if self._step is None else self._step.number(key)
 
     @property
+    def is_offline(self) -> bool:
+        """Whether the newest step was trained on given answers."""
+        return self._step is not None and bool(self._step.values.get("offline"))
+
+    @property
     def step(self) -> int | None:
         return self._times[-1][0] if self._times else None
 
@@ -81,6 +86,14 @@ class Progress:
 
     def fields(self) -> dict[str, str]:
         """Name to text, in the order in which a person wants them; without step and times."""
+        restarts = {"restarts": self._restarts_text()} if self._restarts else {}
+        if self.is_offline:
+            return {
+                "loss": number(self.latest("loss")),
+                "evaluation": evaluation_text(self.evaluation),
+                "training": f"{count(self.latest('train_tokens_per_s'))} tokens/s",
+                **restarts,
+            }
         return {
             "reward": f"{number(self.latest('reward_mean'))} (mean of {WINDOW}: {number(self.reward_moving)})",
             "evaluation": evaluation_text(self.evaluation),
@@ -90,7 +103,7 @@ class Progress:
             "ring": f"{percent(self.latest('ring_fill'))} full",
             "dropped": self.drops.text(),
             "weights": f"version {count(self.latest('version'))}",
-            **({"restarts": self._restarts_text()} if self._restarts else {}),
+            **restarts,
         }
 
     def _restarts_text(self) -> str:
@@ -103,6 +116,20 @@ class Progress:
         """The same in one line of plain text, short enough for a log."""
         parts = (
             f"step {count(self.step)}/{count(self.total_steps)}",
+            *(self._offline_parts() if self.is_offline else self._online_parts()),
+            f"{duration(elapsed_s)} elapsed, {duration(self.remaining_s)} left",
+        )
+        return " | ".join(parts)
+
+    def _offline_parts(self) -> tuple[str, ...]:
+        return (
+            f"loss {number(self.latest('loss'))}",
+            f"eval {evaluation_text(self.evaluation)}",
+            f"tokens/s {count(self.latest('train_tokens_per_s'))} train",
+        )
+
+    def _online_parts(self) -> tuple[str, ...]:
+        return (
             f"reward {number(self.latest('reward_mean'))} (mean {number(self.reward_moving)})",
             f"eval {evaluation_text(self.evaluation)}",
             f"staleness {number(self.latest('staleness_mean'))} max {number(self.latest('staleness_max'))}",
@@ -110,9 +137,7 @@ class Progress:
             f"ring {percent(self.latest('ring_fill'))}",
             f"dropped {self.drops.text()}",
             f"version {count(self.latest('version'))}",
-            f"{duration(elapsed_s)} elapsed, {duration(self.remaining_s)} left",
         )
-        return " | ".join(parts)
 
 
 def restart_text(restart: Record) -> str:
@@ -124,7 +149,14 @@ def restart_text(restart: Record) -> str:
 
 
 def evaluation_text(evaluation: Record | None) -> str:
-    """The mean reward of an evaluation, and the step that it belongs to."""
+    """The mean reward of an evaluation, or its loss where there are none, and the step that it belongs to."""
     if evaluation is None:
         return number(None)
-    return f"{number(evaluation.number('reward_mean'))} at step {count(evaluation.number('step'))}"
+    return f"{_measured(evaluation)} at step {count(evaluation.number('step'))}"
+
+
+def _measured(evaluation: Record) -> str:
+    if "loss" not in evaluation.values:
+        return number(evaluation.number("reward_mean"))
+    accuracy = f", accuracy {number(evaluation.number('accuracy'))}" if "accuracy" in evaluation.values else ""
+    return f"loss {number(evaluation.number('loss'))}{accuracy}"

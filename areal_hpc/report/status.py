@@ -1,4 +1,5 @@
-"""How a run stands, from its files alone: works on any node, while it runs and long after Slurm has forgotten it."""
+"""How a run stands, from its files: works on any node, while it runs and long after Slurm has forgotten it. Of a run
+in a Slurm job, Slurm then has its word."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
 from areal_hpc.roles.heartbeat import watch_pulses
+from areal_hpc.roles.job import WAITS, JobView, batch_log, look, works_outside
 from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.telemetry import RecordReader
 
@@ -28,11 +30,14 @@ def status_lines(
     run: RunDir,
     now: Callable[[], float] = time.time,
     watch: Callable[[AttemptDir], Mapping[str, str]] = watch_pulses,
+    ask: Callable[[RunDir], JobView | None] = look,
 ) -> list[str]:
-    """What ``areal-hpc status`` prints, a line each. Of a run that goes on, it looks for a moment who is alive."""
-    attempts = run.all_attempts()
+    """What ``areal-hpc status`` prints, a line each. Of a run that goes on, it looks for a moment who is alive; of one
+    that was submitted, it asks Slurm once."""
+    attempts, job = run.all_attempts(), None if works_outside(run) else ask(run)
+    job_row = {} if job is None else {"job": job.text()}
     if not attempts:
-        return _aligned({"run": run.root.name, "state": "not started"})
+        return _aligned({"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row})
     total_steps = configuration(run).get("trainer", {}).get("total_steps")
     newest = told = _progress(attempts[-1], total_steps)
     evaluation = newest.evaluation
@@ -45,14 +50,15 @@ def status_lines(
     return _aligned(
         {
             "run": run.root.name,
-            "state": f"{_state_text(attempts[-1])} (attempt {attempts[-1].epoch})",
+            "state": f"{_state_text(attempts[-1], job)} (attempt {attempts[-1].epoch})",
+            **job_row,
             "step": told.step_text(),
             **told.fields(),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
             "checkpoints": _checkpoints_text(run),
-            **_processes(attempts[-1], watch),
+            **({} if job is not None and job.is_over else _processes(attempts[-1], watch)),
         }
     )
 
@@ -85,7 +91,16 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
     return {"processes": "; ".join(texts) or "none has come up yet"}
 
 
-def _state_text(attempt: AttemptDir) -> str:
+def _before_start(run: RunDir, job: JobView | None) -> str:
+    """Why a run has not started, as far as its job tells."""
+    if job is None:
+        return ""
+    if job.is_over:
+        return f": its job has ended; look into {batch_log(run, job.job_id)}"
+    return ": its job waits in the queue" if job.queued is not None and job.queued.state in WAITS else ""
+
+
+def _state_text(attempt: AttemptDir, job: JobView | None) -> str:
     state: dict[str, Any] | None = read_if_listed(attempt.state)
     if state is None:
         return "starting, no state file yet"
@@ -94,6 +109,10 @@ def _state_text(attempt: AttemptDir) -> str:
         return text
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
+    if job is not None and job.is_over:
+        return f"dead: {where} went with its job; `areal-hpc submit ... --resume` goes on from its last checkpoint"
+    if job is not None and job.queued is not None and job.queued.state in WAITS:
+        return f"waiting: {where} went with its job, which will go on from the last checkpoint"
     if not owner.is_gone():
         return f"{text}, {where}"
     return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"

@@ -31,6 +31,7 @@ RING_DROPS = (Drop.STALE, Drop.NEWER, Drop.CORRUPT)
 
 COLUMNS = (
     "reward_mean",
+    "loss",
     "staleness_mean",
     "staleness_max",
     "logprob_gap",
@@ -49,11 +50,25 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation: the step it was due at and the mean reward of its answers."""
+    """One evaluation: the step it was due at, and the mean reward of its answers or the loss on given ones."""
 
     step: int
-    reward_mean: float
     samples: int | None
+    reward_mean: float | None = None
+    loss: float | None = None
+    accuracy: float | None = None  # of pairs
+
+    @property
+    def value(self) -> float:
+        """What was measured."""
+        measured = self.loss if self.reward_mean is None else self.reward_mean
+        assert measured is not None, "an evaluation without a result"
+        return measured
+
+    @property
+    def merit(self) -> float:
+        """More is better."""
+        return self.value if self.reward_mean is not None else -self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +83,9 @@ class Summary:
     num_steps_taken_back: int
     group_outcomes: Mapping[str, int]
     outcome: str | None  # how the newest attempt ended, where its launcher said so
+    is_offline: bool = False  # trained on given answers: no rewards, no rollouts, no engines
+    last_seen: Mapping[int, float] = field(default_factory=dict)  # epoch to the time of its last record
+    failures: Mapping[int, str] = field(default_factory=dict)  # epoch to why its launcher began another
 
     def facts(self) -> dict[str, float | int | str | None]:
         """The numbers of the summary, by name; None where the records do not tell."""
@@ -103,16 +121,19 @@ class Summary:
         return outcomes | {reason.value: _last(self.columns[f"ring_dropped_{reason}"]) for reason in RING_DROPS}
 
     def _reward_facts(self) -> dict[str, float | int | None]:
-        rewards = self.columns["reward_mean"]
+        rewards, losses = self.columns["reward_mean"], self.columns["loss"]
         found = self.evaluations
-        best = max(found, key=lambda evaluation: evaluation.reward_mean, default=None)
+        best = max(found, key=lambda evaluation: evaluation.merit, default=None)
         return {
+            "loss_first": _mean(losses[:WINDOW]),
+            "loss_last": _mean(losses[-WINDOW:]),
             "reward_first": _mean(rewards[:WINDOW]),
             "reward_last": _mean(rewards[-WINDOW:]),
-            "evaluation_first": found[0].reward_mean if found else None,
-            "evaluation_last": found[-1].reward_mean if found else None,
-            "evaluation_best": best.reward_mean if best else None,
+            "evaluation_first": found[0].value if found else None,
+            "evaluation_last": found[-1].value if found else None,
+            "evaluation_best": best.value if best else None,
             "evaluation_best_step": best.step if best else None,
+            "evaluation_accuracy_last": found[-1].accuracy if found else None,
         }
 
 
@@ -125,23 +146,37 @@ class _Gathered:
     epochs: set[int] = field(default_factory=set)
     outcomes: Counter[str] = field(default_factory=Counter)
     ending: tuple[int, str | None] = (-1, None)  # (epoch, last event of its launcher)
+    offline: bool = False
+    last_seen: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         self.epochs.add(record.epoch)
+        self.last_seen[record.epoch] = max(record.time, self.last_seen.get(record.epoch, record.time))
         step = record.number("step")
         if record.kind == "step" and step is not None:
+            self.offline |= bool(record.values.get("offline"))
             self.rows[record.epoch, int(step)] = tuple(_or_nan(record.number(key)) for key in COLUMNS)
         elif record.kind == "evaluation" and step is not None:
             self._take_evaluation(record, int(step))
         elif record.kind == "group":
             self.outcomes[str(record.values.get("outcome"))] += 1
+        elif record.kind == "restart" and record.values.get("process") == "run":
+            self.failures[record.epoch - 1] = str(record.values.get("reason"))
         elif record.kind == "run" and record.epoch >= self.ending[0]:
             self.ending = (record.epoch, str(record.values.get("event")))
 
     def _take_evaluation(self, record: Record, step: int) -> None:
-        reward, samples = record.number("reward_mean"), record.number("samples")
-        if reward is not None and self.evaluations.get(step, (-1,))[0] <= record.epoch:
-            found = Evaluation(step=step, reward_mean=reward, samples=None if samples is None else int(samples))
+        reward, loss, samples = (record.number(name) for name in ("reward_mean", "loss", "samples"))
+        known = reward is not None or loss is not None
+        if known and self.evaluations.get(step, (-1,))[0] <= record.epoch:
+            found = Evaluation(
+                step=step,
+                samples=None if samples is None else int(samples),
+                reward_mean=reward,
+                loss=loss,
+                accuracy=record.number("accuracy"),
+            )
             self.evaluations[step] = (record.epoch, found)
 
 
@@ -167,6 +202,9 @@ def summarise(records: Iterable[Record]) -> Summary:
         num_steps_taken_back=len(gathered.rows) - len(counted),
         group_outcomes=dict(gathered.outcomes),
         outcome=gathered.ending[1],
+        is_offline=gathered.offline,
+        last_seen=gathered.last_seen,
+        failures=gathered.failures,
     )
 
 

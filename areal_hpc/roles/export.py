@@ -21,9 +21,15 @@ from areal_hpc.errors import CheckpointError, DataError
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
 
+POLICY = "give it as model.path to any run or engine"
+REWARD_MODEL = "give it as rollout.reward to any run, written with a /"
 
-def export(run: RunDir, step: int | None, target: Path) -> WeightVersion:
+
+def export(run: RunDir, step: int | None, target: Path) -> tuple[WeightVersion, str]:
     """Write the checkpoint of ``step`` (the newest, if None) into ``target``, which is not there or empty.
+
+    Returns:
+        Which weights they are, and what they are good for, in words.
 
     Raises:
         DataError: ``target`` holds something, or the model that the run began with is not where it was.
@@ -45,7 +51,7 @@ def export(run: RunDir, step: int | None, target: Path) -> WeightVersion:
         _give_name(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone by its name, if all went well
-    return found.version
+    return found.version, REWARD_MODEL if config.algorithm.name == "reward_model" else POLICY
 
 
 def _give_name(temporary: Path, target: Path) -> None:

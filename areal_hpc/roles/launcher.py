@@ -18,11 +18,11 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, RunDirError
+from areal_hpc.errors import CheckpointError, RoleDied, RunDirError
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, write_report
-from areal_hpc.roles.attempts import Attempts
+from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.process import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
 from areal_hpc.roles.wiring.preflight import preflight
@@ -65,7 +65,8 @@ def run_local(
 
     Returns:
         0 when the last step is done, 75 when a stop request ended it (a checkpoint is there), 1 when a second request
-        did not give it the time for one.
+        did not give it the time for one. In a Slurm job, 75 asks for more time: a person's stop is then 0, and an end
+        that was warned of and came before the last checkpoint is 75, if there has been an earlier one in the attempt.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
@@ -88,11 +89,28 @@ def run_local(
         attempts = Attempts(
             run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
         )
-        outcome = attempts.go(after=newest)
+        try:
+            outcome = attempts.go(after=newest)
+        except RoleDied as died:
+            if not (_is_told_by_slurm(config, signals) and committed_a_step(run, newest_epoch(run))):
+                raise
+            log.warning("%s", died)  # a checkpoint that came too late costs its steps, not the weeks that are left
+            return EXIT_STOPPED
     write_report(run)
     if outcome == "stopped":
         log.info("go on with the same command and --resume")
-    return EXIT_CODES[outcome]
+    return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+
+
+def _is_told_by_slurm(config: Config, signals: Signals) -> bool:
+    """Whether a signal in a Slurm job has asked for the end."""
+    return config.cluster.shape is not Shape.LOCAL and signals.count > 0
+
+
+def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
+    """Whether a person asked for the stop, in a Slurm job: the batch script asks for more time for any other."""
+    last = run.newest_attempt()
+    return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
 
 
 def _refuse_living_owner(run: RunDir, newest: int) -> None:

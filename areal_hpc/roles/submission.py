@@ -21,13 +21,13 @@ from typing import Any
 from areal_hpc.cluster.components import components_of, require_slurm, seats
 from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
-from areal_hpc.cluster.jobs import queued
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.describe import dump
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import RunDirError
+from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
+from areal_hpc.roles.job import batch_log, look
 from areal_hpc.roles.supervisor import roles_of
 
 SUBMISSION = re.compile(r"submission-(\d{4})\.json")
@@ -57,7 +57,8 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     require_room(config)
     config = with_value(config, "run_root", str(Path(config.run_root).absolute()))
     run = RunDir.create(Path(config.run_root) / config.name)
-    room = make_private_directory(run.root / "slurm")
+    room = make_private_directory(run.slurm)
+    _refuse_queued(run)
     number = _next_submission(room)
     record = room / f"submission-{number:04d}.json"
     owner = Owner.this_process().record()
@@ -65,11 +66,11 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
     copy = room / f"config-{number:04d}.yaml"
     publish(copy, dump(config).encode())
-    log = room / "%j.log"
+    log = batch_log(run, "%j")
     python = shlex.join([*shlex.split(config.cluster.prefix), config.cluster.python or sys.executable])
     try:
         job_id = submit(
-            job_of(config, log=str(log), directory=Path.cwd()),
+            job_of(config, log=str(log), directory=Path.cwd(), room=str(room)),
             Launch(main, ("run", str(copy), *options)),
             room,
             python=python,
@@ -78,7 +79,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         record.unlink()
         raise
     publish_json(record, {"job_id": job_id, "submitter": owner})
-    return Submitted(job_id, run, Path(str(log).replace("%j", job_id)))
+    return Submitted(job_id, run, batch_log(run, job_id))
 
 
 def require_room(config: Config) -> None:
@@ -87,11 +88,24 @@ def require_room(config: Config) -> None:
     seats(config, nodes, roles_of(config))
 
 
+def _refuse_queued(run: RunDir) -> None:
+    """Raise RunDirError if a job of the run is in Slurm's queue, and SubmissionError if that cannot be known."""
+    view = look(run)
+    if view is None or view.is_over:
+        return
+    if view.queued is None:
+        raise SubmissionError(f"{run.root} was job {view.job_id}, and nobody can say whether it lives: {view.problem}")
+    raise RunDirError(
+        f"{run.root} is job {view.job_id} in Slurm's queue ({view.queued.state}); stop it with `areal-hpc stop "
+        f"{run.root}` or `scancel {view.job_id}`, or set another `name`"
+    )
+
+
 def _next_submission(room: Path) -> int:
-    """The number of the next one, if the one before is over.
+    """The number of the next one.
 
     Raises:
-        RunDirError: it is not.
+        RunDirError: one is under way.
     """
     numbers = sorted(int(match[1]) for name in os.listdir(room) if (match := SUBMISSION.fullmatch(name)))
     if not numbers:
@@ -100,10 +114,4 @@ def _next_submission(room: Path) -> int:
     record: dict[str, Any] = read_json(before)
     if "job_id" not in record:
         raise RunDirError(f"{before} tells of a submission under way; remove it if nobody is submitting")
-    state = queued(record["job_id"])
-    if state:
-        raise RunDirError(
-            f"{room.parent} is job {record['job_id']} in Slurm's queue ({state}); stop it with `areal-hpc stop "
-            f"{room.parent}` or `scancel {record['job_id']}`, or set another `name`"
-        )
     return numbers[-1] + 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
+from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import AttemptFailed, RoleDied
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
@@ -28,8 +29,8 @@ FINISHING = ("trainer", "evaluator")
 
 
 def roles_of(config: Config) -> dict[str, int]:
-    """How many processes of each role a run has; a replay trains and does nothing else."""
-    if config.replay.run:
+    """How many processes of each role a run has; a replay or an offline algorithm trains and does nothing else."""
+    if config.replay.run or is_offline(config.algorithm):
         return {"trainer": config.trainer.ranks}
     return {
         "generator": config.generation.replicas,

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, read_start
+from areal_hpc.config.recipes import is_offline
+from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
 from areal_hpc.fs import RunDir, read_if_listed, wait_for
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import EXIT_DONE, EXIT_STOPPED, RoleProcess
+from areal_hpc.roles.wiring.fleet import Run
+from areal_hpc.roles.wiring.offline import HeldOut, answers_at, keep_weights, make_offline_side
 from areal_hpc.roles.wiring.replay import last_step, make_replay_side, replay_origin
 from areal_hpc.roles.wiring.training import (
     TrainerSide,
@@ -27,9 +31,9 @@ from areal_hpc.roles.wiring.training import (
     make_fetch,
     make_trainer_side,
 )
-from areal_hpc.training.loop import Pace, TrainingLoop, Weights
+from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupRef, WeightVersion
+from areal_hpc.types import GroupRef, TrajectoryGroup, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +43,7 @@ def main(process: RoleProcess) -> int:
     parent = _choose(process) if ranks.leads else None
     backend = make_backend(process.config, ranks)
     with asyncio.Runner() as loop_runner:
-        make_side = make_replay_side if process.config.replay.run else make_trainer_side
-        side = make_side(process, parent, loop_runner.run) if ranks.leads else None
+        side = _side_of(process.config)(process, parent, loop_runner.run) if ranks.leads else None
         origin = parent or replay_origin(process.config.replay) if ranks.leads else None
         # Last, so that nothing draws from the random streams that it restores.
         start_step = _load(process, ranks, backend, origin)
@@ -52,10 +55,19 @@ def main(process: RoleProcess) -> int:
         try:
             loop.announce()
             member.wait_for_start_evaluation(start_step)
+            if start_step == 0:
+                loop.evaluate(start_step)
             finished = loop.run()
         finally:
             member.close()
     return EXIT_DONE if finished else EXIT_STOPPED
+
+
+def _side_of(config: Config) -> Callable[[RoleProcess, checkpoint.Checkpoint | None, Run], TrainerSide]:
+    """What makes rank 0's side: the ring's reader and the engines, or what stands in their place."""
+    if config.replay.run:
+        return make_replay_side
+    return make_offline_side if is_offline(config.algorithm) else make_trainer_side
 
 
 def _choose(process: RoleProcess) -> checkpoint.Checkpoint | None:
@@ -89,7 +101,8 @@ def _load(process: RoleProcess, ranks: Ranks, backend: TrainerBackend, parent: c
 
 
 def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop:
-    config = process.config
+    config, offline = process.config, is_offline(process.config.algorithm)
+    measured = offline and config.evaluation.every_steps > 0
     return TrainingLoop(
         epoch=process.epoch,
         step=start_step,
@@ -103,19 +116,30 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         algorithm=config.algorithm,
         ranks=member.ranks,
         backend=member.backend,
-        fetch=make_fetch(process),
+        fetch=_fetch_of(process, member.side),
         reader=None if member.side is None else member.side.reader,
-        publish=member.publish,
+        publish=keep_weights if offline else member.publish,
         behind=member.behind,
         catch_up=member.catch_up,
         commit=member.commit,
         settle=member.settle,
         journal=member.note,
         stop_requested=process.stopping,
-        workers=[f"rollout-{index}" for index in range(config.rollout.workers)],
+        workers=[] if offline else [f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
         archive=None if member.archiver is None else member.archiver.add,
+        evaluate=HeldOut(process, member.ranks, member.backend).measure if measured else no_evaluation,
     )
+
+
+def _fetch_of(process: RoleProcess, side: TrainerSide | None) -> Callable[[GroupRef], TrajectoryGroup]:
+    """How this rank reads the groups of its share."""
+    if not is_offline(process.config.algorithm):
+        return make_fetch(process)
+    if side is not None:
+        return side.reader.read  # it has just made them
+    make = answers_at(process.config)
+    return lambda ref: make(ref.position)
 
 
 class Member:
@@ -196,7 +220,8 @@ class Member:
         Rollout workers fill the ring meanwhile.
         """
         evaluation = self.process.config.evaluation
-        if self.side is not None and start_step == 0 and evaluation.every_steps and evaluation.at_start:
+        by_evaluator = evaluation.every_steps > 0 and not is_offline(self.process.config.algorithm)
+        if self.side is not None and start_step == 0 and by_evaluator and evaluation.at_start:
             reader = self.side.reader
 
             def done() -> bool:

@@ -91,7 +91,10 @@ class _Worker:
         except TimeoutError:
             raise RewardError(f"its process did not load it in {LOAD_LIMIT_S:g} s") from None
         if "error" in answer:
-            raise ConfigError(f"cannot be loaded: {answer['error']}; set `rollout.reward` to a module:function")
+            raise ConfigError(
+                f"cannot be loaded: {answer['error']}; set `rollout.reward` to a module:function, or to a "
+                "reward model's directory"
+            )
         self._loaded = True
 
     async def call(self, text: str, prompt: Prompt) -> float:

@@ -38,11 +38,16 @@ LONGEST_REASON = 500
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """The object that ``module:name`` names: a function, a partial, any callable object.
+    """The object that ``module:name`` names: a function, a partial, any callable object; or the reward model that a
+    directory holds, which is written with a ``/``.
 
     Raises:
         ValueError, ImportError, AttributeError, TypeError: the path names no callable.
     """
+    if "/" in path:
+        from areal_hpc.rollout.reward_model import ModelReward
+
+        return ModelReward(path)
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"{path!r} is not of the form module:function")

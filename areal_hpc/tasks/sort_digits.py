@@ -58,6 +58,35 @@ class SortDigits(Sequence[Row]):
         return _row(self._numbers[index])
 
 
+class GivenAnswers(SortDigits):
+    """The same rows with answers to learn from: ``response``, or the pair ``chosen`` and ``rejected``.
+
+    ``response`` and ``chosen`` are right and in a box. Of three rejected answers one has the digits in their old order,
+    one in falling order, and one is right without a box. A row of equal digits has only the last kind.
+    """
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [_with_answers(row) for row in super().__getitem__(index)]
+        return _with_answers(super().__getitem__(index))
+
+
+def _with_answers(row: Row) -> Row:
+    prompt, answer = row["prompt"], row["answer"]
+    old, falling = prompt.removeprefix("Sort "), answer[::-1]
+    wrong = [text for text in (old, falling) if text != answer]
+    kinds = [*(f"\\boxed{{{text}}}" for text in wrong), answer]
+    right = f"\\boxed{{{answer}}}"
+    rejected = kinds[sum(map(int, old.split())) % len(kinds)]
+    return {**row, "response": right, "chosen": right, "rejected": rejected}
+
+
 def _row(number: int) -> Row:
     digits = f"{number:0{NUM_DIGITS}d}"
     return {"prompt": f"Sort {' '.join(digits)}", "answer": " ".join(sorted(digits)), "id": f"sort-{digits}"}

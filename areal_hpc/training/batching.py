@@ -24,7 +24,13 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def plan_step(
-    lengths: ArrayLike, generated: ArrayLike, num_minibatches: int, num_ranks: int, seed: int
+    lengths: ArrayLike,
+    generated: ArrayLike,
+    num_minibatches: int,
+    num_ranks: int,
+    seed: int,
+    *,
+    together: int = 1,
 ) -> list[list[list[int]]]:
     """Who trains on what: ``plan[minibatch][rank]`` holds indices of trajectories; a share may be empty.
 
@@ -32,14 +38,24 @@ def plan_step(
         lengths: tokens of each trajectory [N], prompt included; what ranks are balanced by.
         generated: trainable tokens of each trajectory [N]; what minibatches have in equal measure.
         seed: the order in which trajectories meet the optimizer; take another one for each step.
+        together: so many trajectories in a row stay in one share, in their order: 2 for pairs.
     """
     lengths, generated = np.asarray(lengths, dtype=np.int64), np.asarray(generated, dtype=np.int64)
     assert lengths.shape == generated.shape and lengths.ndim == 1, (lengths.shape, generated.shape)
+    if together > 1:
+        lengths, generated = (of.reshape(-1, together).sum(axis=1) for of in (lengths, generated))
+        plan = plan_step(lengths, generated, num_minibatches, num_ranks, seed)
+        return [[spread(share, together) for share in minibatch] for minibatch in plan]
     assert num_minibatches > 0 and num_ranks > 0, (num_minibatches, num_ranks)
     order = np.random.default_rng(seed).permutation(lengths.size)
     # Trajectories without a trainable token are dealt last: otherwise chance could fill a minibatch with them alone.
     order = order[np.argsort(generated[order] == 0, kind="stable")]
     return [_balance(np.sort(order[m::num_minibatches]), lengths, num_ranks) for m in range(num_minibatches)]
+
+
+def spread(units: Sequence[int], together: int) -> list[int]:
+    """The members of units of ``together`` in a row each: unit u has u * together and those after it."""
+    return [unit * together + member for unit in units for member in range(together)]
 
 
 def _balance(indices: NDArray[np.int64], lengths: NDArray[np.int64], num_ranks: int) -> list[list[int]]:

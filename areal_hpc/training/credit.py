@@ -22,6 +22,7 @@ from areal_hpc.algorithms.kl import bounded
 from areal_hpc.algorithms.returns import gae, second_moment_bound, token_rewards, whiten
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig, KlPlace, ProximalMethod
+from areal_hpc.config.recipes import reference_of
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch
@@ -42,7 +43,7 @@ def assess(
     """
     if config.proximal is ProximalMethod.RECOMPUTE:
         batches = [batch.with_proximal(backend.logprobs(batch)) for batch in batches]
-    if config.kl.coef > 0:
+    if reference_of(config) is not None:
         batches = [replace(batch, reference=backend.reference_logprobs(batch)) for batch in batches]
     if find(config.name).token_level:
         batches = [

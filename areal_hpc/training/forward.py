@@ -19,21 +19,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_hpc.training.batching import microbatches
+from areal_hpc.training.batching import microbatches, spread
 from areal_hpc.types import Batch, BoolArray
 from areal_hpc.waits import advance
 
 IntArray = NDArray[np.int64]
 
 
-def parts(batch: Batch, tokens_per_microbatch: int) -> Iterator[tuple[Batch, IntArray]]:
-    """Parts of the batch and where their tokens stand in it; sequences without a trainable token are left out."""
+def parts(batch: Batch, tokens_per_microbatch: int, *, together: int = 1) -> Iterator[tuple[Batch, IntArray]]:
+    """Parts of the batch and where their tokens stand in it; sequences without a trainable token are left out.
+
+    Args:
+        together: so many sequences in a row are in one part, in their order; each of them has a trainable token.
+    """
     mask, starts = batch.loss_mask, batch.boundaries[:-1]
     assert not mask[starts[batch.lengths > 0]].any(), "no model predicts the first token of a sequence"
     trains = trained_sequences(batch)
-    lengths = batch.lengths[trains]
-    for chosen in microbatches(lengths, tokens_per_microbatch, padded=True):
-        sequences = [int(trains[i]) for i in chosen]
+    assert together == 1 or trains.size == batch.num_sequences, "a member of a pair has no trainable token"
+    widths = batch.lengths[trains].reshape(-1, together).max(axis=1, initial=0)
+    for units in microbatches(widths, tokens_per_microbatch // together, padded=True):
+        sequences = [int(trains[i]) for i in spread(units, together)]
         where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
         yield batch.select(sequences), where
         advance("micro-batches")

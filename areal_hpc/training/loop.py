@@ -4,10 +4,12 @@ Rank 0 alone claims, publishes and commits; every rank reads its own share of th
 collectives. Whoever waits for whom:
 
     reader.claim     waits for rollout workers to seal groups          (limit: starve_s, message from the ring)
+                     or for nobody, where answers come from a data set
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
+    evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
 
@@ -58,6 +60,10 @@ Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 """The backend's weights from the first on; each call is collective over the ranks."""
 
 
+def no_evaluation(step: int) -> None:
+    """Somebody else evaluates, on the engines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """How far the loop goes and how long it waits."""
@@ -100,6 +106,8 @@ class TrainingLoop:
     """Bring those engines up to date."""
     archive: Callable[[TrainedStep], None] | None = None
     """Takes what each step is made of; on rank 0 only, and where there is an archive."""
+    evaluate: Callable[[int], None] = no_evaluation
+    """Measures held-out data by the weights of a step, where that is due; collective."""
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     committed: int = -1
@@ -125,6 +133,7 @@ class TrainingLoop:
             self.journal(self.step, trained)
             self.announce()
             self.tell(trained, stats, self.clock() - began)
+            self.evaluate(self.step)
             if self.step % self.pace.checkpoint_every == 0:
                 self.save()
         self.save()
@@ -178,6 +187,7 @@ class TrainingLoop:
             num_minibatches=self.algorithm.minibatches,
             num_ranks=self.ranks.size,
             seed=self.pace.seed + self.step,
+            together=find(self.algorithm.name).data.together,
         )
         mine = [minibatch[self.ranks.rank] for minibatch in plan]
         groups, damaged = self._fetch(refs, sorted({owners[index][0] for share in mine for index in share}))
@@ -268,16 +278,13 @@ class TrainingLoop:
         ring = self.reader.stats()
         trained = sum(sum(ref.lengths) for ref in refs)
         busy = self.seconds["train"] + 1e-9
-        rewards = np.array([mean for ref in refs for mean in episode_means(ref.rewards, ref.episodes)])
         self.record(
             "step",
             {
                 "step": self.step,
                 "version": self.step,
-                "reward_mean": rewards.mean() if rewards.size else math.nan,
-                "reward_std": rewards.std() if rewards.size else math.nan,
                 "tokens_trained": trained,
-                "tokens_generated": sum(sum(ref.generated) for ref in refs),
+                **({"offline": True} if find(self.algorithm.name).data.is_offline else _told_of_rollouts(refs)),
                 "train_tokens_per_s": trained / busy,
                 "seconds_step": seconds,
                 **{f"seconds_{name}": value for name, value in self.seconds.items()},
@@ -285,6 +292,16 @@ class TrainingLoop:
                 **stats,
             },
         )
+
+
+def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
+    """What a step's record says of episodes."""
+    rewards = np.array([mean for ref in refs for mean in episode_means(ref.rewards, ref.episodes)])
+    return {
+        "reward_mean": rewards.mean() if rewards.size else math.nan,
+        "reward_std": rewards.std() if rewards.size else math.nan,
+        "tokens_generated": sum(sum(ref.generated) for ref in refs),
+    }
 
 
 def _proximal(shares: Sequence[Sequence[int]], minibatches: Sequence[Batch]) -> dict[int, Float32Array]:

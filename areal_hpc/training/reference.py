@@ -34,6 +34,7 @@ from areal_hpc.algorithms.logprobs import token_logprobs
 from areal_hpc.algorithms.objective import LossInputs
 from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
@@ -92,13 +93,19 @@ class ReferenceBackend:
         self._source, self._seed, self._step = Path(model_path), seed, 0
         self._device = torch.device(device or accelerator.detect().device)
         self._ranks = Ranks(group, str(self._device))
-        self._model = load_model(self._source).to(self._device)
+        self._together = table.find(algorithm.name).data.together
+        self._model = self._load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
         self.kl_coef = algorithm.kl.coef
-        self._reference = None if algorithm.kl.coef == 0 else self._frozen(algorithm.kl.reference, dtype)
+        reference = reference_of(algorithm)
+        self._reference = None if reference is None else self._frozen(reference, dtype)
         self._critic = self._make_critic(dtype) if table.find(algorithm.name).critic else None
         self._seed_rank()
+
+    def _load_model(self, path: Path) -> Any:
+        """The model that is trained."""
+        return load_model(path)
 
     def _frozen(self, path: str, dtype: Dtype) -> Any:
         """The reference model, rounded to ``dtype`` as the policy is: equal weights must give equal log-probs."""
@@ -173,7 +180,7 @@ class ReferenceBackend:
             if total == 0:
                 continue
             self._optimizer.zero_grad()
-            stats += [self._backward(part, divisor) for part, _ in parts(batch, self._config.tokens_per_microbatch)]
+            stats += [self._backward(part, divisor) for part in self._parts(batch)]
             self._optimizer.reduce(self._ranks.group)
             norms.append(self._optimizer.step(lr))
         applied = [norm for norm in norms if math.isfinite(norm)]
@@ -185,7 +192,7 @@ class ReferenceBackend:
             "loss": math.nan,  # unless something was trained on
             **reduced,
             **learned,
-            **({} if self._reference is None else {"kl_coef": self.kl_coef}),
+            **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
             "lr": lr,
             "grad_norm": sum(applied) / len(applied) if applied else math.nan,
             "trainable_tokens": float(sum(totals)),
@@ -193,6 +200,15 @@ class ReferenceBackend:
             "skipped_nonfinite": float(len(norms) - len(applied)),
             "skipped_empty": float(len(minibatches) - len(norms)),
         }
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Mapping[str, float]:
+        """Loss and its statistics on this rank's share of held-out data, over all ranks; nothing is trained."""
+        return self._reduced([self._losses(part)[1] for part in self._parts(batch)])
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        found = parts(batch, self._config.tokens_per_microbatch, together=self._together)
+        return (part for part, _ in found)
 
     def _sums(self, numbers: Sequence[int]) -> list[int]:
         """Each number summed over the ranks."""
@@ -214,7 +230,13 @@ class ReferenceBackend:
         return {**self._reduced(stats), "value_grad_norm": sum(norms) / len(norms) if norms else math.nan}
 
     def _backward(self, batch: Batch, divisor: int) -> Stats:
-        """Add one micro-batch's gradient of (sum of its token losses / divisor)."""
+        """Add one micro-batch's gradient of (sum of its losses / divisor)."""
+        losses, stats = self._losses(batch)
+        (losses.sum() / divisor).backward()  # type: ignore[no-untyped-call]
+        return stats
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Stats]:
+        """The losses of a micro-batch with gradient, one for each token, and their statistics."""
         logprobs, entropy = self._forward(self._model, batch, with_entropy=True)
         assert entropy is not None
         mask = self._tensor(batch.loss_mask)
@@ -232,8 +254,7 @@ class ReferenceBackend:
             kl_coef=self.kl_coef,
         )
         output = self._loss(inputs, self._algorithm)
-        (output.per_token.sum() / divisor).backward()  # type: ignore[no-untyped-call]
-        return {
+        return output.per_token, {
             **output.stats,
             "loss": mean_of(output.per_token, mask),
             "entropy": mean_of(entropy, torch.ones_like(entropy, dtype=torch.bool)),

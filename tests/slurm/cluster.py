@@ -21,8 +21,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,12 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_hetjob_immediate,bf_continue,sched_interval=2,sched_min_interval=0,\
 batch_sched_delay=0
 PriorityType=priority/basic
-SlurmdTimeout=10
+SlurmdTimeout=6
 SlurmctldTimeout=10
 MessageTimeout=5
 BatchStartTimeout=10
 KillWait=5
-UnkillableStepTimeout=20
+UnkillableStepTimeout=120
 MinJobAge=3600
 """
 """Nodes that claim more than the host has, quick scheduling, failures seen within seconds. cred_expire is also how long
@@ -162,7 +162,7 @@ class SlurmCluster:
         num_nodes: int = 3,
         cpus: int = 16,
         gpus: int = 4,
-        grace_s: int = 0,
+        grace_s: int = 40,
         settings: Sequence[str] = (),
     ) -> None:
         self.dir = directory.resolve()
@@ -224,6 +224,16 @@ class SlurmCluster:
             return now if now in states else ""
 
         return str(wait_for(f"job {job_id} to be {' or '.join(states)}", state, limit_s, 0.2))
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """slurmctld is away for the time of the block; it comes back with what it knew."""
+        self._kill("slurmctld")
+        try:
+            yield
+        finally:
+            self._daemon(LOGIN, "slurmctld", "slurmctld", "-D")
+            wait_for("slurmctld", lambda: self.run("scontrol", "ping").stdout.find(" is UP") > 0, poll_s=0.2)
 
     def crash(self, node: str) -> None:
         """Cut a node's power."""
@@ -334,7 +344,8 @@ class SlurmCluster:
         everywhere = "Nodes=ALL MaxTime=1-0 DefaultTime=10 State=UP"
         lines += [
             f"PartitionName=gpu {everywhere} Default=YES PriorityTier=100 PreemptMode=OFF",
-            f"PartitionName=preempt {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}",
+            f"PartitionName=preempt {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
+            f"PartitionName=graceful {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}",
             *self._settings,
         ]
         self._write("slurm.conf", "\n".join([*lines, ""]))

@@ -14,12 +14,16 @@ import pytest
 
 from areal_hpc.algorithms.table import find
 from areal_hpc.buffer.memory import MemoryRing
+from areal_hpc.buffer.offline import OfflineReader
+from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load, stated
 from areal_hpc.config.recipes import RECIPES
 from areal_hpc.config.resolve import resolve
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, OptimizerConfig, TrainerConfig
 from areal_hpc.generation.scripted import Utf8Renderer
 from areal_hpc.prompts import open_dataset
+from areal_hpc.roles.wiring.offline import answers_at, check_answers, keep_weights
+from areal_hpc.roles.wiring.training import make_backend
 from areal_hpc.rollout.rewards import gsm8k_answer
 from areal_hpc.tasks.sort_digits import SortDigits, reward
 from areal_hpc.training.batching import pack
@@ -30,7 +34,9 @@ from areal_hpc.types import Batch, StopReason, Trajectory, TrajectoryGroup
 from tests.tiny_models import make_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
+ALL = sorted((CONFIGS / "algorithms").glob("*.yaml"))
+OFFLINE = [file for file in ALL if file.stem in RECIPES and RECIPES[file.stem].data.is_offline]
+FILES = [file for file in ALL if file not in OFFLINE]
 SMALL = (
     "algorithm.groups_per_step=2",
     "rollout.group_size=4",
@@ -50,9 +56,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def configuration(file: Path) -> Config:
-    paths = [CONFIGS / "quickstart.yaml", file]
-    return resolve(load(paths, SMALL), stated(paths, SMALL))
+@pytest.fixture(scope="module")
+def teacher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, taught the right answers."""
+    optimizer = OptimizerConfig(lr=3e-3)
+    trainer = TrainerConfig(total_steps=8, tokens_per_microbatch=1024, optimizer=optimizer)
+    backend = ReferenceBackend(
+        model_path=str(model), algorithm=AlgorithmConfig(name="sft"), trainer=trainer, temperature=1.0
+    )
+    given = [trajectory for position in range(8) for trajectory in trajectories(position, 0, backend)]
+    for _ in range(8):
+        backend.train_step([pack([one for one in given if one.reward == 1.0], np.zeros(16))])
+    path = tmp_path_factory.mktemp("teacher") / "qwen3"
+    backend.export(str(path))
+    return path
+
+
+def configuration(file: Path, *overrides: str) -> Config:
+    if file in OFFLINE:
+        return resolve(load([file], overrides), stated([file], overrides))
+    paths, words = [CONFIGS / "quickstart.yaml", file], (*SMALL, *overrides)
+    return resolve(load(paths, words), stated(paths, words))
 
 
 def answers(row: Mapping[str, str]) -> list[str]:
@@ -135,8 +159,10 @@ def margin(batch: Batch, backend: ReferenceBackend) -> float:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-def test_four_steps_make_right_answers_likelier(file: Path, model: Path) -> None:
-    config = configuration(file)
+def test_four_steps_make_right_answers_likelier(file: Path, model: Path, request: pytest.FixtureRequest) -> None:
+    taught = file.stem == "distillation"
+    words = (f"algorithm.kl.reference={request.getfixturevalue('teacher')}",) if taught else ()
+    config = configuration(file, *words)
     backend = ReferenceBackend(
         model_path=str(model), algorithm=config.algorithm, trainer=config.trainer, temperature=1.0, seed=1
     )
@@ -155,11 +181,51 @@ def test_four_steps_make_right_answers_likelier(file: Path, model: Path) -> None
         assert run.records[-1]["value_loss"] < run.records[0]["value_loss"]
 
 
+@pytest.mark.parametrize("file", OFFLINE, ids=lambda path: path.stem)
+def test_ten_steps_on_given_answers_lower_the_loss(file: Path, quickstart_model: Path, tmp_path: Path) -> None:
+    """The file as it is but for its length, with the real data, template, reader, loop and trainer."""
+    words = (f"model.path={quickstart_model}", "algorithm.groups_per_step=8", "prompts.limit=64")
+    config = configuration(file, *words)
+    config = replace(config, trainer=replace(config.trainer, optimizer=OptimizerConfig(lr=1e-3)))
+    check_answers(config)
+    backend = make_backend(config, Ranks())
+    dataset = open_dataset(config.prompts, "train", config.seed)
+    reader = OfflineReader(answers_at(config), num_rows=len(dataset), max_tokens=config.model.max_tokens)
+    records: list[dict[str, Any]] = []
+    loop = TrainingLoop(
+        epoch=1,
+        step=0,
+        pace=Pace(total_steps=10, checkpoint_every=100, max_new_tokens=16, starve_s=60.0, seed=1),
+        algorithm=config.algorithm,
+        ranks=Ranks(),
+        backend=backend,
+        fetch=reader.read,
+        reader=reader,
+        publish=keep_weights,
+        commit=lambda step: None,
+        settle=lambda wait: None,
+        journal=lambda step, trained: None,
+        stop_requested=lambda: False,
+        record=lambda kind, values: records.append(dict(values)),
+    )
+    assert loop.run() is True
+    losses = [record["loss"] for record in records]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert all(record["offline"] is True and "reward_mean" not in record for record in records)
+    assert reader.state_dict()["consumed"]["low"] == 80
+    if config.algorithm.name != "sft":
+        assert records[0]["loss"] == pytest.approx(math.log(2), rel=1e-4)
+        assert records[-1]["accuracy"] > 0.6
+    backend.export(str(tmp_path / "out"))
+    exported = (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+    assert ("ForSequenceClassification" in exported) == (config.algorithm.name == "reward_model")
+
+
 def test_every_algorithm_has_its_file_and_every_file_its_algorithm() -> None:
-    assert {configuration(file).algorithm.name for file in FILES} == set(RECIPES)
-    assert set(RECIPES) <= {file.stem for file in FILES}
+    assert {configuration(file).algorithm.name for file in ALL} == set(RECIPES)
+    assert set(RECIPES) <= {file.stem for file in ALL}
     guide = (CONFIGS / "algorithms" / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{file.stem}`" in guide for file in FILES)
+    assert all(f"`{file.stem}`" in guide for file in ALL)
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("gsm8k_*.yaml")), ids=lambda path: path.stem)

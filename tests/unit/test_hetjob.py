@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from areal_hpc.cluster.hetjob import job_of, render
-from areal_hpc.config.cluster import ComponentConfig
+from areal_hpc.config.cluster import ComponentConfig, seconds_of
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
-TYPED = 'python -u -m areal_hpc run "$@" cluster.shape={shape}'
-GOLDEN = {"train": "het", "train_split": "split"}
+TYPED = 'python -u -m areal_hpc run "$@" {words}'
+GOLDEN = {
+    "train": ("cluster.shape=het",),
+    "train_split": ("cluster.shape=split",),
+    "train_chain": ("cluster.shape=split", "cluster.requeue=false"),
+}
 
 
 def config_of(*words: str) -> Config:
@@ -41,12 +45,12 @@ def blocks(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "shape"), GOLDEN.items())
-def test_the_scripts_that_people_type_are_what_is_rendered(name: str, shape: str) -> None:
+@pytest.mark.parametrize(("name", "words"), GOLDEN.items())
+def test_the_scripts_that_people_type_are_what_is_rendered(name: str, words: tuple[str, ...]) -> None:
     """To renew one after a change that is meant: paste what the assertion shows."""
-    config = config_of(f"cluster.shape={shape}", "cluster.job_name=areal-hpc")
+    config = config_of(*words, "cluster.job_name=areal-hpc")
     golden = (REPOSITORY / f"sbatch/{name}.sbatch").read_text(encoding="utf-8")
-    assert render(job_of(config, log="areal-hpc-%j.log"), TYPED.format(shape=shape)) == golden
+    assert render(job_of(config, log="areal-hpc-%j.log"), TYPED.format(words=" ".join(words))) == golden
 
 
 @pytest.mark.parametrize("text", [script(), script("cluster.shape=split"), script("cluster.requeue=false")])
@@ -59,11 +63,12 @@ FIELDS = [field.name for field in fields(ComponentConfig) if field.name not in (
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_A1_every_field_reaches_sbatch_for_all_components_or_for_one(name: str) -> None:
-    option = f"--{name.replace('_', '-')}=some"
-    assert all(option in block for block in blocks(script(f"cluster.all.{name}=some")))
-    one = blocks(script(f"cluster.generation.{name}=some", "cluster.rollout.nodes=1"))
+    some, other = ("'70'", "'80'") if name == "time" else ("some", "other")
+    option = f"--{name.replace('_', '-')}={some}".replace("'", "")
+    assert all(option in block for block in blocks(script(f"cluster.all.{name}={some}")))
+    one = blocks(script(f"cluster.generation.{name}={some}", "cluster.rollout.nodes=1"))
     assert [option in block for block in one] == [False, True, False]
-    over = blocks(script(f"cluster.all.{name}=other", f"cluster.generation.{name}=some"))
+    over = blocks(script(f"cluster.all.{name}={other}", f"cluster.generation.{name}={some}"))
     assert [option in block for block in over] == [False, True]
 
 
@@ -134,3 +139,138 @@ def test_a_plain_job_has_the_nodes_of_all_and_refuses_what_it_cannot_give() -> N
 def test_a_text_with_spaces_or_quotes_stays_one_option() -> None:
     block = blocks(script("cluster.all.constraint=a100&(rack1|rack2)"))[0]
     assert "--constraint='a100&(rack1|rack2)'" in block
+
+
+@pytest.mark.parametrize(
+    ("words", "lead_s"),
+    [
+        ((), 300),  # nobody knows the limit
+        (("cluster.all.time='2'",), 30),
+        (("cluster.all.time='1:00:00'", "cluster.generation.time='8'"), 120),  # the shortest counts
+        (("cluster.all.time=1-00",), 300),
+        (("cluster.all.time='1'",), 20),  # a stop must still fit in
+        (("cluster.all.time='2'", "cluster.signal_lead_s=70"), 70),
+    ],
+)
+def test_A19_the_warning_leaves_short_jobs_the_time_to_work(words: tuple[str, ...], lead_s: int) -> None:
+    assert f"--signal=B:USR1@{lead_s}" in blocks(script(*words))[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("cluster.all.time='2'", "cluster.signal_lead_s=300"), "300 s before the end leaves nothing of .* 120 s"),
+        (("cluster.all.time='1'", "limits.stop_s=60"), "leaves nothing of a time limit of 60 s"),
+        (("cluster.signal_lead_s=5",), "too short for a stop"),
+        (("cluster.generation.time=soon",), "time 'soon' is no time limit of Slurm"),
+    ],
+)
+def test_a_warning_that_helps_nobody_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:02:03", 3723),
+        ("2-0", 172800),
+        ("1-2:30", 95400),
+        ("1-2:30:15", 95415),
+        ("", None),
+        ("UNLIMITED", None),
+    ],
+)
+def test_every_form_of_a_time_limit(text: str, seconds: int | None) -> None:
+    """The six forms of sbatch(1)."""
+    assert seconds_of(text) == seconds
+
+
+def last_part(tmp_path: Path, text: str, *, signals: str, **commands: str) -> tuple[int, list[str]]:
+    """Run a batch script whose launcher stops with a checkpoint, and the Slurm commands of which are stand-ins; its
+    exit code and what was called."""
+    for name, body in commands.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >>{tmp_path}/calls\n{body}\n')
+        path.chmod(0o755)
+    path = tmp_path / "script"
+    path.write_text(text)
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SIGNALS": signals}
+    done = subprocess.run(["bash", path, "word"], env=environment, capture_output=True, check=False, timeout=30)
+    calls = tmp_path / "calls"
+    return done.returncode, calls.read_text().splitlines() if calls.exists() else []
+
+
+STOPS = """bash -c 'trap : TERM; for one in $SIGNALS; do kill -$one $PPID; done; sleep 0.2; exit 75'"""
+"""A launcher that stops with a checkpoint after its script got these signals."""
+AWAY = 'if [ ! -e "$0.asked" ]; then touch "$0.asked"; echo "Unable to contact slurm controller" >&2; exit 1; fi\n'
+
+
+def stopping(*words: str, room: str = "") -> str:
+    return render(job_of(config_of("cluster.shape=split", *words), log="%j.log", room=room), STOPS)
+
+
+def test_A34_a_warned_job_is_requeued_once_by_its_script_also_when_the_controller_is_away_for_a_moment(
+    tmp_path: Path,
+) -> None:
+    code, calls = last_part(tmp_path, stopping(), signals="USR1", scontrol=AWAY, sleep="[ $1 = 0.2 ] && /bin/sleep 0.2")
+    assert code == 75
+    assert [call for call in calls if "sleep 0.2" not in call] == [
+        "scontrol requeue 12", "sleep 5", "scontrol requeue 12", "sleep 60"
+    ]  # fmt: skip
+
+
+def test_a_refusal_is_not_asked_for_again(tmp_path: Path) -> None:
+    refuses = 'echo "Requested operation is presently disabled" >&2; exit 1'
+    assert last_part(tmp_path, stopping(), signals="USR1", scontrol=refuses) == (75, ["scontrol requeue 12"])
+
+
+@pytest.mark.parametrize("signals", ["TERM", "USR1 TERM"])
+def test_what_slurm_ends_itself_is_not_requeued_by_us(tmp_path: Path, signals: str) -> None:
+    assert last_part(tmp_path, stopping(), signals=signals, scontrol="", sbatch="") == (75, [])
+
+
+@pytest.mark.parametrize("signals", ["USR1", "USR1 TERM"])
+def test_without_requeueing_the_next_job_of_a_chain_gets_what_this_one_had(tmp_path: Path, signals: str) -> None:
+    room = tmp_path / "a room"
+    (room / "12").mkdir(parents=True)
+    (room / "12/12_submitted.pkl").write_text("what to run")
+    text = stopping("cluster.requeue=false", room=str(room))
+    sbatch = 'echo "sbatch: a word of the site" >&2; echo "13;cluster"'
+    code, calls = last_part(tmp_path, text, signals=signals, sbatch=sbatch, scontrol="")
+    depends = "sbatch --parsable --dependency=afterany:12 --export=ALL,AREAL_HPC_AFTER=12"
+    assert (code, calls) == (0, [f"{depends} {tmp_path}/script word"])
+    assert (room / "13/13_submitted.pkl").read_text() == "what to run"
+
+
+def test_A2_the_next_job_has_the_account_of_this_one_since_it_has_its_script(tmp_path: Path) -> None:
+    text = stopping("cluster.requeue=false", "cluster.all.account=e-ext-01", "cluster.all.qos=long")
+    sbatch = 'grep -h "^#SBATCH --\\(account\\|qos\\)" "${@:4:1}" >"$0.asked"; echo 13'
+    assert last_part(tmp_path, text, signals="USR1", sbatch=sbatch)[0] == 0
+    asked = (tmp_path / "bin/sbatch.asked").read_text().splitlines()
+    assert asked == ["#SBATCH --account=e-ext-01", "#SBATCH --qos=long"]
+
+
+@pytest.mark.parametrize("option", ["--array=0-3", "-a", "-a0-3"])
+def test_A35_an_array_of_one_run_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="--array makes many jobs of one run; remove it"):
+        config_of(f"cluster.generation.raw=[{option}]")
+
+
+def test_A43_a_job_whose_turn_never_comes_leaves_the_queue() -> None:
+    first, second = blocks(script("cluster.dependency=afterok:12"))
+    assert {"--dependency=afterok:12", "--kill-on-invalid-dep=yes"} <= set(first)
+    assert "--kill-on-invalid-dep=yes" not in second
+
+
+def test_a_cancelled_job_has_no_next_one(tmp_path: Path) -> None:
+    assert last_part(tmp_path, stopping("cluster.requeue=false"), signals="TERM", sbatch="echo 13") == (75, [])
+
+
+def test_a_chain_that_cannot_go_on_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    text = stopping("cluster.requeue=false")
+    code, calls = last_part(tmp_path, text, signals="USR1", sbatch='echo "Invalid account" >&2; exit 1')
+    assert (code, len(calls)) == (75, 1)

@@ -17,7 +17,8 @@ import pytest
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, newest_epoch, write_start
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.config.keys import keys
+from areal_hpc.config.cluster import Shape
+from areal_hpc.config.keys import keys, with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, CheckpointError, DataError, Fenced, RoleDied, RunDirError, Stalled
@@ -85,6 +86,49 @@ def test_an_attempt_is_running_while_it_runs_and_then_what_it_came_to(
     assert state_of(run) == outcome
     (line,) = run.attempt(1).records("launcher", 0).read_text().splitlines()
     assert json.loads(line)["event"] == outcome
+
+
+@pytest.mark.parametrize(("shape", "asked", "code"), [("local", True, 75), ("split", True, 0), ("split", False, 75)])
+def test_in_a_job_a_persons_stop_asks_for_no_more_time_and_the_schedulers_does(
+    shape: str, asked: bool, code: int, config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when both came at once: the batch script goes on only after 75."""
+
+    def supervise(*_: Any) -> str:
+        if asked:
+            run.attempt(1).stop_request.touch()
+        return "stopped"
+
+    monkeypatch.setattr(Attempts, "supervise", supervise)
+    assert start(with_value(config, "cluster.shape", Shape(shape))) == code
+
+
+@pytest.mark.parametrize(
+    ("shape", "told", "committed", "goes_on"),
+    [
+        ("split", True, True, True),
+        ("split", True, False, False),  # it would come to nothing again
+        ("split", False, True, False),
+        ("local", True, True, False),
+    ],
+)
+def test_A47_a_job_whose_last_checkpoint_came_too_late_goes_on_from_the_one_before(
+    shape: str, told: bool, committed: bool, goes_on: bool, config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def supervise(*_: Any) -> str:
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RoleDied("trainer-0 did not end within limits.stop_s")
+
+    monkeypatch.setattr(Attempts, "supervise", supervise)
+    monkeypatch.setattr(launcher, "committed_a_step", lambda *_: committed)
+    config = with_value(config, "cluster.shape", Shape(shape))
+    if goes_on:
+        assert start(config) == 75
+    else:
+        with pytest.raises(RoleDied):
+            start(config)
+    assert state_of(run) == "failed"
 
 
 @pytest.mark.parametrize("failing", ["supervise", "publish", "create_exclusive"])

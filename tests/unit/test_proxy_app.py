@@ -383,7 +383,9 @@ def test_bytes_that_are_no_text_are_replaced_and_the_tokens_kept(hermes: ChatRen
     async def scenario() -> None:
         async with served(hermes, lambda _: broken) as service:
             _, events = await service.post("/v1/completions", {"prompt": "hi", "stream": True})
-            assert "".join(text_of("/v1/completions", d) for _, d in events if d != "[DONE]") == hermes.spelled(broken[:2])
+            assert "".join(text_of("/v1/completions", d) for _, d in events if d != "[DONE]") == hermes.spelled(
+                broken[:2]
+            )
             assert service.session.transcript.turns[0].completion.token_ids.tolist() == broken
 
     run(scenario())

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.algorithms.losses import cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from areal_hpc.algorithms.losses import cispo_loss, clipped_loss, gspo_loss, sapo_loss, sft_loss
+from areal_hpc.algorithms.preferences import bradley_terry_loss, dpo_loss
 from areal_hpc.algorithms.table import find
-from areal_hpc.config.algorithm import AlgorithmConfig, Level, Metric, OverlongConfig
+from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig, Level, Metric, OverlongConfig
 from areal_hpc.config.keys import keys, value_of
-from areal_hpc.config.recipes import READ_BY_SOME, RECIPES
+from areal_hpc.config.recipes import READ_BY_SOME, RECIPES, Data, is_offline
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
@@ -30,6 +31,10 @@ PAPERS: dict[str, dict[str, Any]] = {
     "kpop": {"rejection_sampling.metric": Metric.BINARY_KL, "rejection_sampling.upper": 2.0},
     "reinforce_pp": {"adv_norm.mean": Level.BATCH, "adv_norm.std": Level.BATCH, "kl.place": "reward"},
     "reinforce_pp_baseline": {"reward_norm.mean": Level.GROUP, "adv_norm.std": Level.BATCH, "kl.estimator": "k2"},
+    "distillation": {"kl.coef": 1.0, "kl.place": "reward", "kl.estimator": "k1", "gae.lam": 0.0},
+    "sft": {"decoupled": False},
+    "dpo": {"dpo.beta": 0.1, "dpo.loss": "sigmoid"},
+    "reward_model": {"decoupled": False},
     "ppo": {"critic.value_clip": 0.5, "gae.lam": 0.95, "reward_norm.mean": Level.NONE},
 }
 
@@ -37,13 +42,16 @@ PAPERS: dict[str, dict[str, Any]] = {
 def config(**algorithm: Any) -> Config:
     if algorithm.get("name") == "dapo":
         algorithm["overlong"] = OverlongConfig(tokens=64)
+    if algorithm.get("name") == "distillation":
+        algorithm.setdefault("kl", KlConfig(reference="models/teacher"))
+    made = AlgorithmConfig(**algorithm)
     return Config(
         name="small",
         model=ModelConfig(path="models/tiny"),
         prompts=PromptsConfig(train="train.jsonl"),
-        rollout=RolloutConfig(reward="tasks:reward"),
+        rollout=RolloutConfig(reward="" if is_offline(made) else "tasks:reward"),
         trainer=TrainerConfig(total_steps=10),
-        algorithm=AlgorithmConfig(**algorithm),
+        algorithm=made,
     )
 
 
@@ -90,7 +98,10 @@ def test_recipes_name_keys_that_there_are_and_leave_alone_what_they_do_not_read(
 
 
 def test_each_loss_belongs_to_its_name() -> None:
-    special = {"gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
+    special = {"gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss, "sft": sft_loss}
     assert {name: find(name).loss for name in RECIPES} == {name: special.get(name, clipped_loss) for name in RECIPES}
-    assert [name for name in RECIPES if find(name).token_level] == ["reinforce_pp", "ppo"]
+    assert [name for name in RECIPES if find(name).token_level] == ["reinforce_pp", "ppo", "distillation"]
     assert [name for name in RECIPES if find(name).critic] == ["ppo"]
+    pair_losses = {name: find(name).pair_loss for name in RECIPES if find(name).data is Data.PAIRS}
+    assert pair_losses == {"dpo": dpo_loss, "reward_model": bradley_terry_loss}
+    assert [name for name in RECIPES if find(name).data.is_offline] == ["sft", "dpo", "reward_model"]

@@ -11,6 +11,7 @@ import pytest
 
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.checks import CHECKS
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import engine_ranks, model_ranks, ring_capacity
 from areal_hpc.config.keys import keys, type_name, value_of, with_value
 from areal_hpc.config.load import load, stated
@@ -181,10 +182,36 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"deterministic": True, "trainer__backend": TrainerBackendName.MEGATRON},
         "trainer.backend: megatron is not known to be deterministic; choose reference, or set deterministic to false",
     ),
+    "check_job": (
+        {"cluster__shape": Shape.SPLIT, "cluster__signal_lead_s": 5},
+        "cluster.signal_lead_s: 5 s is too short for a stop, which may take limits.stop_s 10 s; raise it, or set it to",
+    ),
     "check_replay": (
         {"replay__run": "runs/a", "archive__every_steps": 5},
         "replay.run: a replay generates nothing, so there is nothing to evaluate and nothing new to archive",
     ),
+    "check_reward": ({"rollout__reward": ""}, "rollout.reward: required but missing; set it to a function"),
+    "check_microbatch": (
+        {"model__max_tokens": 9000},
+        "trainer.tokens_per_microbatch: a sequence of model.max_tokens 9000 exceeds a micro-batch of 8192 tokens",
+    ),
+    "check_offline": (
+        {"algorithm__name": "sft"},
+        "rollout.reward: tasks:reward does nothing with algorithm.name = sft, which generates nothing; remove it",
+    ),
+    "check_offline, shape": (
+        {"algorithm__name": "sft", "rollout__reward": "", "cluster__shape": Shape.SPLIT},
+        "cluster.shape: split has nodes for generation, and algorithm.name = sft generates nothing",
+    ),
+    "check_pairs": (
+        {"algorithm__name": "dpo", "rollout__reward": "", "model__max_tokens": 5000},
+        "trainer.tokens_per_microbatch: a pair of model.max_tokens 5000 each exceeds a micro-batch of 8192 tokens",
+    ),
+    "check_pairs, online": (
+        {"prompts__rejected_key": "worse"},
+        "prompts.rejected_key: worse does nothing with algorithm.name = grpo; remove it",
+    ),
+    "check_conversations": ({"prompts__answer_key": ""}, "prompts.answer_key: empty is for algorithm.name = sft"),
     "check_replay, no steps": (
         {"replay__from_step": 4, "replay__to_step": 4},
         "replay.to_step: 4 is not after replay.from_step 4",

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from areal_hpc.cluster.hetjob import Job
+from areal_hpc.cluster.jobs import Queued
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, RunDirError, SubmissionError
+from areal_hpc.roles import job as roles_job
 from areal_hpc.roles import submission
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
@@ -33,14 +35,19 @@ class Slurm:
         self.jobs.append((job, launch, python))
         job_id = str(len(self.jobs))
         self.states[job_id] = "PENDING"
+        (folder / job_id).mkdir()  # as submitit does
         return job_id
+
+    def queued(self, job_id: str) -> Queued | None:
+        return Queued(state=self.states[job_id]) if self.states[job_id] else None
 
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm()
     monkeypatch.setattr(submission, "submit", made.submit)
-    monkeypatch.setattr(submission, "queued", lambda job_id: made.states[job_id])
+    monkeypatch.setattr(roles_job, "queued", made.queued)
+    monkeypatch.setattr(roles_job, "accounted", lambda _: [])
     return made
 
 
@@ -72,8 +79,32 @@ def test_a_run_in_the_queue_is_not_submitted_again_and_one_that_left_it_is(slurm
     assert submission.submit_run(config, print).job_id == "2"
 
 
+def test_a_chained_successor_in_the_queue_counts_as_the_run(slurm: Slurm, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    submission.submit_run(config, print)
+    (tmp_path / "quickstart/slurm/7").mkdir()  # as the batch script does
+    slurm.states |= {"1": "", "7": "PENDING"}
+    with pytest.raises(RunDirError, match="is job 7 in Slurm's queue"):
+        submission.submit_run(config, print)
+
+
+def test_where_nobody_can_say_whether_a_job_lives_no_second_one_is_made(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    submission.submit_run(config, print)
+
+    def away(_: str) -> None:
+        raise SubmissionError("squeue does not answer")
+
+    monkeypatch.setattr(roles_job, "queued", away)
+    with pytest.raises(SubmissionError, match="was job 1, and nobody can say whether it lives: squeue does not answer"):
+        submission.submit_run(config, print)
+
+
 def test_two_at_the_same_moment_make_one_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "_next_submission", lambda _: 1)  # both have looked before either has written
+    monkeypatch.setattr(submission, "look", lambda _: None)
     config = config_of(tmp_path)
     submission.submit_run(config, print)
     with pytest.raises(RunDirError, match="is being submitted by another process"):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 
-from areal_hpc.cluster.components import divide, seats
+from areal_hpc.cluster.components import components_of, divide, seats
 from areal_hpc.cluster.environment import allocation
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.cluster.steps import step_commands
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, publish_json
 
 
 def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, int]) -> LocalLauncher | RemoteLauncher:
@@ -30,6 +31,9 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
         return LocalLauncher.of(config, run, epoch)
     job = allocation(os.environ)
     nodes = divide(config, job.components)
+    gpus = {component.name: component.gpus for component in components_of(config)}
+    record = {"job_id": job.job_id, "restarts": job.restarts, "after": job.after, "nodes": nodes, "gpus": gpus}
+    publish_json(run.attempt(epoch).job, {**record, "time": time.time()})
     agent = [config.cluster.python or sys.executable, "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
     steps = step_commands(config, job, nodes, agent)
     return RemoteLauncher(run, epoch, steps, seats(config, nodes, roles), config.limits.start_s)

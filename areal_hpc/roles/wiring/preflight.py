@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from areal_hpc.config.recipes import is_offline, reference_of
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.engines import dotted, make_model
+from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
 
@@ -25,7 +29,11 @@ def preflight(config: Config) -> None:
         dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
         check_replay(config)
-        make_model(config)
+        _prepare_models(config)
+        return
+    if is_offline(config.algorithm):
+        _prepare_models(config)
+        check_answers(config)
         return
     check_rows(open_dataset(config.prompts, "train", config.seed), config.prompts)
     if config.evaluation.every_steps:
@@ -36,7 +44,7 @@ def preflight(config: Config) -> None:
     if has_agent(config):
         make_agent(config)
     asyncio.run(_load_reward(config))
-    make_model(config)
+    _prepare_models(config)
 
 
 def _refuse_what_cannot_start(config: Config) -> None:
@@ -44,6 +52,27 @@ def _refuse_what_cannot_start(config: Config) -> None:
         raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
     if config.trainer.backend is not TrainerBackendName.REFERENCE:
         raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
+
+
+def _prepare_models(config: Config) -> None:
+    make_model(config)
+    if reference := reference_of(config.algorithm):
+        check_vocabulary(config.model.path, reference)
+
+
+def check_vocabulary(model: str, reference: str) -> None:
+    """Log-probs of two models can be compared only where a token id means the same to both.
+
+    Raises:
+        DataError: it does not, or one of the two has no tokenizer.
+    """
+    ours, theirs = (load_tokenizer(Path(path)).get_vocab() for path in (model, reference))
+    if ours != theirs:
+        different = sorted(dict(ours.items() ^ theirs.items()))
+        raise DataError(
+            f"the reference model {reference} and {model} have different vocabularies: {len(different)} tokens, such "
+            f"as {different[0]!r}; take a model of the same family"
+        )
 
 
 async def _load_reward(config: Config) -> None:

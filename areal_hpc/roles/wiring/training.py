@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.buffer.archiver import Archiver
+from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
@@ -73,9 +74,11 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
     assert config.trainer.backend is TrainerBackendName.REFERENCE, "preflight lets no other pass"
     if config.deterministic:
         compute_deterministically()
+    from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend
     from areal_hpc.training.reference import ReferenceBackend
 
-    return ReferenceBackend(
+    of_pairs = {"dpo": PreferenceBackend, "reward_model": RewardModelBackend}
+    return of_pairs.get(config.algorithm.name, ReferenceBackend)(
         model_path=config.model.path,
         dtype=config.model.dtype,
         algorithm=config.algorithm,
@@ -92,7 +95,7 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
 class TrainerSide:
     """What only rank 0 has."""
 
-    reader: RingReader | ReplayReader
+    reader: RingReader | ReplayReader | OfflineReader
     fleet: Fleet | NoEngines
     """The engines that get the weights, as they come and go."""
     identity: Mapping[str, Any]

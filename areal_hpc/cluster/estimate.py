@@ -1,0 +1,152 @@
+"""How large a run is, from the model's ``config.json`` alone: parameters, memory for each device, work for each step.
+
+Estimates for planning, within a quarter of the truth for dense decoders; nothing is loaded and no device is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.config.cluster import ComponentConfig
+from areal_hpc.config.derived import model_ranks
+from areal_hpc.config.schema import Config, Dtype, TrainerBackendName
+
+GIB = 1 << 30
+LOGITS_TOKENS = 1024
+"""Tokens whose logits exist at a time in the trainer."""
+LOGITS_COPIES = 3
+"""Logits, their softmax and its gradient, in float32."""
+PEAK_TFLOPS: Mapping[str, float] = {"v100": 125, "a100": 312, "h100": 989, "h200": 989, "gh200": 989, "b200": 2250}
+"""Dense bfloat16 (V100: float16) operations a second in the makers' data sheets, in 10^12, by the name in Slurm."""
+USUAL_SHARE = 0.4
+"""Of the peak that training reaches when it is set up well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A decoder, counted."""
+
+    parameters: int
+    active: int
+    """Of a mixture of experts: those that one token passes; else all."""
+    layers: int
+    activation: int
+    """Elements that backward needs of one token in one layer, without recomputation."""
+    kv: int
+    """Elements of one token in the KV cache."""
+    vocabulary: int
+
+
+def gpu_name(request: ComponentConfig) -> str:
+    """What Slurm calls the GPUs that a component asks for, such as a100; empty where it does not say."""
+    named = re.match(r"([a-z]\w*):", request.gpus_per_node or request.gpus_per_task)
+    found = named or re.search(r"\bgpu:([a-z]\w*)", request.gres)
+    return found[1] if found else ""
+
+
+def size_of(config: Mapping[str, Any]) -> Size | None:
+    """The size of the model with this ``config.json``; None where it is no decoder that we know how to count."""
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    if any(not isinstance(config.get(name), int) for name in needed):
+        return None
+    hidden, layers, heads, vocabulary, inner = (config[name] for name in needed)
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head, kv_heads * head
+    attention = hidden * (2 * queries + 2 * keys) + _small_parts(config, hidden, queries, keys, head)
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    if experts:
+        inner = config.get("moe_intermediate_size") or inner
+        chosen = config.get("num_experts_per_tok") or 1
+        all_of, active_of = experts * 3 * hidden * inner + hidden * experts, chosen * 3 * hidden * inner
+        inner *= chosen
+    else:
+        all_of = active_of = 3 * hidden * inner
+    ends = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2) + hidden
+    return Size(
+        parameters=ends + layers * (attention + all_of),
+        active=ends + layers * (attention + active_of),
+        layers=layers,
+        activation=4 * hidden + 2 * queries + 2 * keys + 4 * inner,
+        kv=2 * layers * keys,
+        vocabulary=vocabulary,
+    )
+
+
+def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int, head: int) -> int:
+    """Norms and biases of one layer."""
+    family = str(config.get("model_type", ""))
+    biased = family == "qwen2" or bool(config.get("attention_bias"))
+    output = hidden if config.get("attention_bias") and family != "qwen2" else 0
+    return 2 * hidden + (2 * head if family.startswith("qwen3") else 0) + (queries + 2 * keys if biased else 0) + output
+
+
+def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
+    """Of one trainer rank: weights, gradients and optimizer; and activations of one micro-batch."""
+    width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
+    rounded = width if width < 4 else 0  # the masters are float32, and in float32 they are the weights themselves
+    state: float = 4 + 4 + 8 + rounded
+    if config.trainer.backend is TrainerBackendName.MEGATRON:  # masters and moments are spread over data parallel ranks
+        ranks = model_ranks(config)
+        state = (4 + rounded) / ranks + 12 / config.trainer.ranks
+    if config.algorithm.kl.coef:
+        state += width
+    sequence = config.trainer.tokens_per_microbatch * size.activation * size.layers * width / model_ranks(config)
+    return size.parameters * state, sequence + LOGITS_COPIES * 4 * LOGITS_TOKENS * size.vocabulary
+
+
+def engine_bytes(config: Config, size: Size) -> tuple[float, float]:
+    """Of one device of an engine: weights; and the KV cache with as many of the longest sequences as it may run."""
+    width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
+    ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
+    tokens = config.generation.max_running * config.model.max_tokens
+    return size.parameters * width / ranks, tokens * size.kv * width / ranks
+
+
+def step_flops(config: Config, size: Size) -> tuple[int, float]:
+    """Of one optimizer step, at most: tokens, and operations of the proximal log-probs and of the training itself."""
+    tokens = config.algorithm.groups_per_step * config.rollout.group_size * config.model.max_tokens
+    return tokens, (2 + 6) * float(size.active) * tokens
+
+
+def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
+    """The estimates, a line each.
+
+    Args:
+        gpu: what the trainer's devices are called in Slurm, such as a100; empty where nobody said.
+    """
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        yield f"memory       not known: there is no {path} yet"
+        return
+    size = size_of(json.loads(path.read_text(encoding="utf-8")))
+    if size is None:
+        yield f"memory       not known: {path} describes no decoder that can be counted"
+        return
+    active = f", {size.active:,} for each token" if size.active != size.parameters else ""
+    yield f"model        {size.parameters:,} parameters{active}"
+    state, activations = trainer_bytes(config, size)
+    yield (
+        f"memory       about {(state + activations) / GIB:.2g} GiB for each trainer rank: {state / GIB:.2g} weights "
+        f"and optimizer, {activations / GIB:.2g} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
+    )
+    weights, cache = engine_bytes(config, size)
+    yield (
+        f"             about {(weights + cache) / GIB:.2g} GiB for each device of an engine: {weights / GIB:.2g} "
+        f"weights, {cache / GIB:.2g} KV cache of {config.generation.max_running} sequences"
+    )
+    tokens, flops = step_flops(config, size)
+    yield f"step         at most {tokens:,} tokens, {flops:.1e} operations{_duration(flops, config.trainer.ranks, gpu)}"
+
+
+def _duration(flops: float, ranks: int, gpu: str) -> str:
+    peak = PEAK_TFLOPS.get(gpu.lower())
+    if peak is None:
+        return ""
+    seconds = flops / (ranks * peak * 1e12 * USUAL_SHARE)
+    return f": {seconds:.2g} s of training on {ranks} {gpu} at {USUAL_SHARE:.0%} of {peak:g} TFLOP/s"

@@ -1,0 +1,138 @@
+"""What a run in Slurm jobs has cost: hours of nodes and GPUs, how they were used, energy, and how each attempt ended.
+
+An attempt holds its nodes from when its launcher had them to its last record; Slurm also counts the time before the
+launcher came up and after its last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.cluster.jobs import Accounted, accounted
+from areal_hpc.errors import SubmissionError
+from areal_hpc.fs import RunDir, read_if_listed
+from areal_hpc.report.summary import Summary
+from areal_hpc.report.text import count, duration, number, percent
+from areal_hpc.roles.job import jobs_of
+from areal_hpc.roles.stopping import ALIVE
+
+HOUR_S = 3600.0
+JOULES_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptUse:
+    """One attempt: where it ran, how long, and how it ended."""
+
+    epoch: int
+    job_id: str
+    """Empty of an attempt outside of Slurm."""
+    restarts: int
+    """How often Slurm had requeued the job before."""
+    seconds: float
+    nodes: Mapping[str, int]
+    """Component to the number of its nodes."""
+    gpus: Mapping[str, int]
+    """Component to the GPUs of all its nodes."""
+    ending: str
+
+    def text(self) -> str:
+        again = f", requeue {self.restarts}" if self.restarts else ""
+        where = f"job {self.job_id}{again}" if self.job_id else "not in a job"
+        return f"{where}, {duration(self.seconds)}, {self.ending}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """All attempts of a run, oldest first."""
+
+    attempts: Sequence[AttemptUse]
+    energy_j: int | None = None
+    """Joules of all jobs, where Slurm's accounts were asked and know it."""
+
+    def facts(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers, by name. ``told``: those of the run's summary."""
+        gpu_hours = self._hours("gpus")
+        held_s = sum(one.seconds for one in self.attempts)
+        steps_s = told["seconds"] or 0.0
+        busy_s = steps_s * (1 - (told["wait_share"] or 0.0))
+        tokens, total = told["tokens_trained"] or 0.0, sum(gpu_hours.values())
+        return {
+            "node_hours": self._hours("nodes"),
+            "gpu_hours": gpu_hours,
+            "outside_steps_share": max(0.0, 1 - steps_s / held_s) if held_s else None,
+            "trainer_idle_share": max(0.0, 1 - busy_s / held_s) if held_s else None,
+            "tokens_per_gpu_hour": tokens / total if total else None,
+            "energy_kwh": None if self.energy_j is None else self.energy_j / JOULES_PER_KWH,
+            "attempts": {str(one.epoch): one.text() for one in self.attempts},
+        }
+
+    def _hours(self, what: str) -> dict[str, float]:
+        """Component to hours of its ``nodes`` or ``gpus``."""
+        found: dict[str, float] = {}
+        for one in self.attempts:
+            for component, amount in getattr(one, what).items():
+                found[component] = found.get(component, 0.0) + amount * one.seconds / HOUR_S
+        return found
+
+
+def usage_of(run: RunDir, summary: Summary, *, ask: bool) -> Usage | None:
+    """What the attempts of a run have used; None of one that was never in a Slurm job.
+
+    Args:
+        ask: ask Slurm's accounts, once, for energy and for what a launcher could not tell any more. Where there are
+            none the files alone speak.
+    """
+    if not (jobs := jobs_of(run)):
+        return None
+    try:
+        rows = accounted(jobs) if ask else []
+    except SubmissionError:
+        rows = []
+    energies = [row.energy_j for row in rows if not row.step and row.energy_j is not None]
+    uses = [_use(run, attempt.epoch, summary, rows) for attempt in run.all_attempts()]
+    return Usage(attempts=uses, energy_j=sum(energies) if energies else None)
+
+
+def _use(run: RunDir, epoch: int, summary: Summary, rows: Sequence[Accounted]) -> AttemptUse:
+    attempt = run.attempt(epoch)
+    job: dict[str, Any] = read_if_listed(attempt.job) or {"job_id": "", "restarts": 0, "nodes": {}, "gpus": {}}
+    nodes = {component: len(names) for component, names in job["nodes"].items()}
+    began, last = job.get("time"), summary.last_seen.get(epoch)
+    return AttemptUse(
+        epoch=epoch,
+        job_id=job["job_id"],
+        restarts=job["restarts"],
+        seconds=0.0 if began is None or last is None else max(0.0, last - began),
+        nodes=nodes,
+        gpus={component: nodes[component] * amount for component, amount in job["gpus"].items() if amount},
+        ending=summary.failures.get(epoch) or _ending(read_if_listed(attempt.state) or {}, job, rows),
+    )
+
+
+def _ending(state: Mapping[str, Any], job: Mapping[str, Any], rows: Sequence[Accounted]) -> str:
+    """What the launcher said last; of one that was cut off, what the accounts say of its incarnation of the job."""
+    if (said := str(state.get("state", "ended before it began"))) not in ALIVE:
+        return said
+    mine = [row.state for row in rows if row.job == job["job_id"] and not row.step and row.component == 0]
+    by_slurm = mine[job["restarts"]] if job["restarts"] < len(mine) else ""
+    return f"cut off: {by_slurm}" if by_slurm and by_slurm != "RUNNING" else f"{said}, unless it was cut off"
+
+
+def usage_rows(usage: Usage, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """As (name, text) rows."""
+    rows: list[tuple[str, str]] = []
+    for name, key in (("node-hours", "node_hours"), ("GPU-hours", "gpu_hours")):
+        if facts[key]:
+            rows.append((name, ", ".join(f"{component} {number(hours)}" for component, hours in facts[key].items())))
+    if facts["trainer_idle_share"] is not None:
+        outside = percent(facts["outside_steps_share"])
+        idle = f"trainer {percent(facts['trainer_idle_share'])} of the time, {outside} of it all outside of steps"
+        rows.append(("idle", idle))
+    if facts["tokens_per_gpu_hour"] is not None:
+        rows.append(("efficiency", f"{count(facts['tokens_per_gpu_hour'])} tokens trained per GPU-hour"))
+    if facts["energy_kwh"] is not None:
+        rows.append(("energy", f"{number(facts['energy_kwh'])} kWh"))
+    return rows + [(f"attempt {one.epoch}", one.text()) for one in usage.attempts]

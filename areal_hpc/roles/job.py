@@ -1,0 +1,148 @@
+"""The Slurm job that a run is, or was last: found in the run's files, and what Slurm says of it.
+
+A job is known by its directory under ``slurm/``, which ``submit`` makes, and a job that chains for the next one; or, of
+a script that somebody typed, by the attempts that ran in it. Slurm counts jobs up, so the highest number is the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.cluster.jobs import Accounted, Queued, accounted, cancel, first_failure, last_incarnation, queued
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.reasons import explained
+from areal_hpc.errors import SubmissionError
+from areal_hpc.fs import RunDir, names_in, read_if_listed
+from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
+
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+"""States of a job in the queue that has no nodes (yet, or any more)."""
+
+
+def jobs_of(run: RunDir) -> list[str]:
+    """The ids of all jobs of a run that its files tell of, oldest first."""
+    made = {name for name in (names_in(run.slurm) if run.slurm.is_dir() else []) if name.isdigit()}
+    ran = {job["job_id"] for attempt in run.all_attempts() if (job := read_if_listed(attempt.job))}
+    return sorted(made | ran, key=int)
+
+
+def batch_log(run: RunDir, job_id: str) -> Path:
+    """The output of a submitted job's batch script, over all its requeues."""
+    return run.slurm / f"{job_id}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """What Slurm says of a run's newest job."""
+
+    job_id: str
+    queued: Queued | None = None
+    """None if it is not in the queue, or Slurm does not answer."""
+    ended: Sequence[Accounted] = ()
+    """Of a job that left the queue: the lines of its newest incarnation."""
+    is_over: bool = False
+    """Whether it has left the queue for certain: what Slurm will start again is listed there, whatever state it was
+    in before."""
+    problem: str = ""
+    """Why Slurm, or its accounts, cannot be asked."""
+
+    def text(self) -> str:
+        """In words, with what to do where a person can do something."""
+        if self.queued is not None and self.queued.state in WAITS:
+            when = f"; expected to start {self.queued.starts}" if self.queued.starts else ""
+            why = explained(self.queued.reason) if self.queued.reason else "Slurm has not said yet what it waits for"
+            return f"{self.job_id} {self.queued.state}: {why}{when}"
+        if self.queued is not None:
+            return f"{self.job_id} {self.queued.state}" + (f" since {self.queued.starts}" if self.queued.starts else "")
+        if not self.ended:
+            known = f"{self.job_id} has left the queue" if self.is_over else self.job_id
+            return f"{known}; {self.problem or 'its accounts say nothing yet'}"
+        return f"{self.job_id} {self.ending()}"
+
+    def ending(self) -> str:
+        """How a job that left the queue ended, with the first step that failed."""
+        whole = self.ended[0]
+        text = whole.state + (f" at {whole.end}" if whole.end else "")
+        text += _code_text(whole.exit_code or whole.derived_code)
+        failure = first_failure(self.ended)
+        if failure is None or whole.state == "COMPLETED":
+            return text
+        component = f"+{failure.component}" if failure.component else ""
+        code = _code_text(failure.exit_code) or f" ({failure.state})"
+        return f"{text}; the first step that failed is {failure.job}{component}.{failure.step}{code}"
+
+
+def _code_text(code: int) -> str:
+    if not code:
+        return ""
+    return f" with exit code {code}" if code > 0 else f" by signal {-code}"
+
+
+def look(run: RunDir) -> JobView | None:
+    """The newest job of a run, asked of Slurm now: squeue once, and sacct once if it left the queue; None if it has
+    none."""
+    jobs = jobs_of(run)
+    if not jobs:
+        return None
+    job_id = jobs[-1]
+    try:
+        found = queued(job_id)
+    except SubmissionError as error:
+        return JobView(job_id=job_id, problem=str(error))
+    if found is not None:
+        return JobView(job_id=job_id, queued=found)
+    try:
+        rows = [row for row in accounted([job_id]) if row.job == job_id]
+    except SubmissionError as error:
+        return JobView(job_id=job_id, is_over=True, problem=f"how it ended is not known: {error}")
+    return JobView(job_id=job_id, is_over=True, ended=last_incarnation(rows))
+
+
+def works_outside(run: RunDir) -> bool:
+    """Whether the newest attempt is at work and in no job: somebody went on with the run on one machine."""
+    attempt = run.newest_attempt()
+    if attempt is None or read_if_listed(attempt.job) is not None or (state := read_if_listed(attempt.state)) is None:
+        return False
+    return state["state"] in ALIVE and not Owner.from_record(state).is_gone()
+
+
+def stop_submitted(
+    run: RunDir,
+    timeout_s: float,
+    *,
+    ask: Callable[[RunDir], JobView | None] = look,
+    end: Callable[[str], None] = cancel,
+    stop: Callable[[RunDir, float], str] = stop_run,
+) -> str:
+    """Have a run end, wherever it is: one that works writes a checkpoint first; one that waits in Slurm's queue leaves
+    it. How it ended.
+
+    Raises:
+        RunDirError: there is nothing to stop, or it did not stop in time.
+        SubmissionError: the job does not leave the queue.
+    """
+    view = None if works_outside(run) else ask(run)
+    if view is None or (view.queued is None and not view.is_over):
+        return stop(run, timeout_s)
+    if view.queued is None:
+        return f"over; job {view.text()}"
+    if view.queued.state in WAITS:
+        end(view.job_id)
+        return f"job {view.job_id} was waiting in the queue and is cancelled"
+    state = _state_in(run, view.job_id)
+    if state in ALIVE:
+        return stop(run, timeout_s)
+    if state in ("finished", "failed"):  # the job is about to end as well
+        return state
+    end(view.job_id)
+    return f"job {view.job_id} was between two attempts and is cancelled"
+
+
+def _state_in(run: RunDir, job_id: str) -> str:
+    """The state of the newest attempt if it runs, or ran, in the job; else nothing."""
+    attempt = run.newest_attempt()
+    if attempt is None or (job := read_if_listed(attempt.job)) is None or job["job_id"] != job_id:
+        return ""
+    return state_of(run, attempt.epoch)[0]

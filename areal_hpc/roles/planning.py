@@ -1,0 +1,35 @@
+"""``areal-hpc plan``: all that can be known of a run before it is submitted, on a login node and without torch.
+
+who sits where        plan.py, from the configuration alone; what cannot be is an error
+how large it is       estimate.py, from the model's config.json
+what is missing       provisions.py, from the disk
+what Slurm thinks     sbatch --test-only, where there is one
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_hpc.cluster.components import components_of
+from areal_hpc.cluster.estimate import estimate_lines, gpu_name
+from areal_hpc.cluster.hetjob import job_of, render
+from areal_hpc.cluster.jobs import verdict
+from areal_hpc.cluster.plan import plan_lines
+from areal_hpc.config.schema import Config
+from areal_hpc.roles.provisions import missing
+from areal_hpc.roles.supervisor import roles_of
+
+
+def plan_run(config: Config) -> tuple[list[str], bool]:
+    """The plan, a line each, and whether nothing stands against it.
+
+    Raises:
+        ConfigError: it cannot be; names the quantity that is missing.
+    """
+    lines = list(plan_lines(config, roles_of(config)))
+    lines += estimate_lines(config, gpu_name(components_of(config)[0].request))
+    lacks = list(missing(config))
+    lines += [f"missing      {one}" for one in lacks]
+    possible, said = verdict(render(job_of(config, log="%j.log", directory=Path.cwd()), "true"))
+    lines.append(f"sbatch       {said}")
+    return lines, possible and not lacks

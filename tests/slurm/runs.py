@@ -1,0 +1,73 @@
+"""Runs on a cluster of the tests' own, as a person on the login node has them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster import SlurmCluster, wait_for
+from launched import environment
+
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.report import prove_run
+from areal_hpc.telemetry import RecordReader
+
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
+PATHS = {"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+STEPS = 16
+"""Enough to be disturbed in the middle on a quick machine."""
+LONG = (f"trainer.total_steps={STEPS}", "checkpoint.every_steps=4", "cluster.all.cpus=4", "limits.stop_s=20")
+
+
+def areal(slurm: SlurmCluster, directory: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """``areal-hpc`` on the login node."""
+    return slurm.run(sys.executable, "-m", "areal_hpc", *words, env=PATHS, cwd=directory)
+
+
+def submit(slurm: SlurmCluster, directory: Path, *words: str) -> tuple[str, RunDir, Path]:
+    """A run's job, its directory and its log."""
+    done = areal(slurm, directory, "submit", *words)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    return said["job"], RunDir(Path(said["run"])), Path(said["log"])
+
+
+def status(slurm: SlurmCluster, run: RunDir) -> dict[str, str]:
+    """What ``areal-hpc status`` says, by its first words."""
+    done = areal(slurm, run.root, "status", run.root)
+    assert done.returncode == 0, done.stderr
+    return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
+
+
+def typed(slurm: SlurmCluster, directory: Path, script: Path, options: list[str], *words: str) -> tuple[str, Path]:
+    """A job of a script that was handed to sbatch as it is, and its log."""
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = slurm.run("sbatch", *options, script, *words, env={**PATHS, "PATH": path}, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    return job, directory / f"areal-hpc-{job}.log"
+
+
+def wait_for_step(run: RunDir, step: int) -> None:
+    def reached() -> bool:
+        attempt = run.newest_attempt() if run.attempts.is_dir() else None
+        records = RecordReader(attempt.telemetry).poll() if attempt is not None and attempt.telemetry.is_dir() else []
+        return any(record.kind == "step" and (record.number("step") or 0) >= step for record in records)
+
+    wait_for(f"step {step}", reached, poll_s=0.2)
+
+
+def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, log: Path) -> None:
+    state = slurm.wait_for_state(job, *OVER, limit_s=240.0)
+    text = log.read_text(encoding="utf-8")
+    assert state == "COMPLETED", text
+    assert_proven_in_two_attempts(run, text)
+
+
+def assert_proven_in_two_attempts(run: RunDir, text: str) -> None:
+    proof = prove_run(run)
+    assert proof.proven, proof.facts()
+    assert len(run.all_attempts()) == 2
+    assert read_json(run.summary)["last_step"] == STEPS, text

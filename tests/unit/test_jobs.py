@@ -1,0 +1,137 @@
+"""What squeue and sacct say, read from outputs as several versions of Slurm write them, and from commands that fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster import jobs
+from areal_hpc.cluster.jobs import (
+    accounted,
+    cancel,
+    first_failure,
+    last_incarnation,
+    parse_accounts,
+    parse_queue,
+    queued,
+)
+from areal_hpc.errors import SubmissionError
+
+
+def command(directory: Path, name: str, body: str) -> None:
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose programs go first."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+# 20.11 to 24.11 write these fields alike; what differs is what stands where there is nothing.
+@pytest.mark.parametrize("nothing", ["N/A", "Unknown", ""])
+def test_A31_A32_fields_are_read_by_their_separator(nothing: str) -> None:
+    found = parse_queue(f"12|PENDING|Resources|{nothing}\n")
+    assert found is not None
+    assert (found.state, found.reason, found.starts) == ("PENDING", "Resources", "")
+
+
+def test_a_component_that_waits_says_why_the_job_does() -> None:
+    text = "12+0|PENDING|None|2026-11-30T05:00:00\n12+1|PENDING|BadConstraints|N/A\n"
+    found = parse_queue(text)
+    assert found is not None
+    assert (found.state, found.reason, found.starts) == ("PENDING", "BadConstraints", "2026-11-30T05:00:00")
+
+
+def test_no_lines_are_no_job() -> None:
+    assert parse_queue("\n") is None
+
+
+@pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "PREEMPTED", "SPECIAL_EXIT", "COMPLETING"])
+def test_A20_whatever_the_queue_lists_is_not_over(commands: Path, state: str) -> None:
+    command(commands, "squeue", f'echo "12|{state}|None|N/A"')
+    found = queued("12")
+    assert found is not None
+    assert found.state == state
+
+
+def test_a_job_that_the_queue_has_forgotten_is_none(commands: Path) -> None:
+    command(commands, "squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert queued("12") is None
+
+
+def test_a_queue_that_does_not_answer_is_an_error_with_its_words(commands: Path) -> None:
+    command(commands, "squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    with pytest.raises(SubmissionError, match="squeue failed: Unable to contact slurm controller; try again"):
+        queued("12")
+    command(commands, "scancel", 'echo "Invalid user" >&2; exit 1')
+    with pytest.raises(SubmissionError, match="scancel failed: Invalid user"):
+        cancel("12")
+
+
+def test_a_command_that_hangs_or_is_not_there_is_an_error(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command(commands, "squeue", "exec sleep 60")
+    monkeypatch.setattr(jobs, "ASK_S", 0.2)
+    with pytest.raises(SubmissionError, match=r"squeue does not answer: .*timed out"):
+        queued("12")
+    monkeypatch.setenv("PATH", str(commands / "nowhere"))
+    with pytest.raises(SubmissionError, match=r"squeue does not answer: .*; type this on a login node"):
+        queued("12")
+
+
+HET = """\
+12+0|PREEMPTED|0:0|0:0|2026-11-30T05:00:00|2026-11-30T05:00:40|40|
+12+0.batch|CANCELLED|0:15||2026-11-30T05:00:00|2026-11-30T05:00:41|41|
+12+0|FAILED|1:0|9:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|7200
+12+0.batch|FAILED|1:0||2026-11-30T05:01:00|2026-11-30T05:02:00|60|
+12+0.0|CANCELLED by 1000|0:9||2026-11-30T05:01:02|2026-11-30T05:01:40|38|
+12+1|FAILED|1:0|7:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|K
+12+1.0|FAILED|7:0||2026-11-30T05:01:02|2026-11-30T05:01:30|28|
+"""
+
+
+def test_A29_the_step_that_failed_first_is_found_behind_the_jobs_own_code() -> None:
+    rows = last_incarnation(parse_accounts(HET))
+    assert [(row.component, row.step, row.state) for row in rows] == [
+        (0, "", "FAILED"),
+        (0, "batch", "FAILED"),
+        (0, "0", "CANCELLED"),
+        (1, "", "FAILED"),
+        (1, "0", "FAILED"),
+    ]
+    assert (rows[0].derived_code, rows[0].elapsed_s, rows[0].energy_j, rows[3].energy_j) == (9, 60, 7200, None)
+    failure = first_failure(rows)
+    assert failure is not None
+    assert (failure.job, failure.component, failure.step, failure.exit_code) == ("12", 1, "0", 7)
+
+
+def test_A29_a_job_that_succeeds_over_a_failed_step_still_tells_of_it() -> None:
+    text = "5|COMPLETED|0:0|1:0|a|b|1|\n5.batch|COMPLETED|0:0||a|b|1|\n5.0|FAILED|1:0||a|b|1|\n"
+    failure = first_failure(parse_accounts(text))
+    assert failure is not None
+    assert (failure.step, failure.exit_code) == ("0", 1)
+
+
+def test_the_script_itself_is_named_where_no_step_failed() -> None:
+    text = "5|FAILED|2:0|0:0|a|b|1|\n5.batch|FAILED|2:0||a|b|1|\n5.0|COMPLETED|0:0||a|a|1|\n"
+    failure = first_failure(parse_accounts(text))
+    assert failure is not None
+    assert failure.step == "batch"
+    assert first_failure(parse_accounts("5|CANCELLED by 0|0:0|0:0|None|b|0|\n")) is None
+
+
+def test_an_incarnation_that_never_began_has_no_steps_of_the_one_before() -> None:
+    text = "5|NODE_FAIL|0:0|0:0|a|b|1|\n5.0|FAILED|1:0||a|b|1|\n5|CANCELLED by 0|0:0|0:0|None|c|0|\n"
+    (row,) = last_incarnation(parse_accounts(text))
+    assert (row.state, row.start, row.step) == ("CANCELLED", "", "")
+
+
+def test_a_site_without_accounts_says_so(commands: Path) -> None:
+    command(commands, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
+    with pytest.raises(SubmissionError, match="storage is disabled; this site may keep no accounts"):
+        accounted(["12"])

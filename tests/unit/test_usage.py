@@ -1,0 +1,100 @@
+"""What a run in Slurm jobs has cost: computed by hand from two attempts of 60 and 30 s."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.cluster.jobs import parse_accounts
+from areal_hpc.errors import SubmissionError
+from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.report import usage, write_report
+from areal_hpc.telemetry import Record
+from areal_hpc.telemetry.records import to_line
+
+BEGAN = 1000.0
+ACCOUNTS = """\
+12+0|NODE_FAIL|0:0|0:0|a|b|61|1800000
+12+0.0|FAILED|1:0||a|b|60|99
+12+1|NODE_FAIL|0:0|0:0|a|b|61|1800000
+12+0|COMPLETED|0:0|0:0|c|d|31|3600000
+12+1|COMPLETED|0:0|0:0|c|d|31|
+"""
+
+
+def attempt(run: RunDir, epoch: int, state: str, seconds: float, restarts: int) -> None:
+    made = run.attempt(epoch).create()
+    publish_json(made.state, {"state": state, "host": "n1", "pid": 7, "boot": "b", "start_ticks": 1})
+    nodes, gpus = {"trainer": ["n1"], "generation": ["n2", "n3"]}, {"trainer": 0, "generation": 4}
+    job = {"job_id": "12", "restarts": restarts, "after": "", "nodes": nodes, "gpus": gpus, "time": BEGAN}
+    publish_json(made.job, job)
+    values: dict[str, Any] = {"step": epoch, "seconds_step": 20.0, "seconds_wait": 5.0, "tokens_trained": 600}
+    record = Record(time=BEGAN + seconds, role="trainer", index=0, epoch=epoch, kind="step", values=values)
+    made.records("trainer", 0).write_bytes(to_line(record))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    attempt(made, 1, "running", 60.0, 0)
+    attempt(made, 2, "finished", 30.0, 1)
+    return made
+
+
+def report(run: RunDir, *, ask: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """The rows that concern usage, and those facts."""
+    stream = io.StringIO()
+    write_report(run, stream, ask=ask)
+    rows = {line[2:14].strip(): line[14:].strip() for line in stream.getvalue().splitlines()[1:]}
+    facts: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8")).get("usage", {})
+    return rows, facts
+
+
+def test_hours_and_shares_by_hand(run: RunDir) -> None:
+    rows, facts = report(run, ask=False)
+    assert facts["node_hours"] == {"trainer": 90 / 3600, "generation": 180 / 3600}
+    assert facts["gpu_hours"] == {"generation": 8 * 90 / 3600}
+    assert facts["outside_steps_share"] == pytest.approx(1 - 40 / 90)
+    assert facts["trainer_idle_share"] == pytest.approx(1 - 30 / 90)
+    assert facts["tokens_per_gpu_hour"] == pytest.approx(1200 / 0.2)
+    assert rows["node-hours"] == "generation 0.05, trainer 0.025"
+    assert rows["GPU-hours"] == "generation 0.2"
+    assert rows["efficiency"] == "6,000 tokens trained per GPU-hour"
+    assert "energy" not in rows
+
+
+def test_how_each_attempt_ended_with_what_only_the_accounts_know(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "accounted", lambda jobs: parse_accounts(ACCOUNTS) if jobs == ["12"] else [])
+    rows, _ = report(run, ask=True)
+    assert rows["energy"] == "2 kWh"
+    assert rows["attempt 1"] == "job 12, 0:01:00, cut off: NODE_FAIL"
+    assert rows["attempt 2"] == "job 12, requeue 1, 0:00:30, finished"
+
+
+def test_without_accounts_the_files_speak_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: object) -> None:
+        raise SubmissionError("there are none")
+
+    monkeypatch.setattr(usage, "accounted", none)
+    rows, _ = report(run, ask=True)
+    assert rows["attempt 1"] == "job 12, 0:01:00, running, unless it was cut off"
+
+
+def test_an_attempt_that_the_launcher_gave_up_says_why(run: RunDir) -> None:
+    values = {"process": "run", "reason": "trainer-0 ended with signal 9", "pause_s": 0.0}
+    line = to_line(Record(time=BEGAN, role="launcher", index=0, epoch=2, kind="restart", values=values))
+    run.attempt(2).records("launcher", 0).write_bytes(line)
+    rows, _ = report(run, ask=False)
+    assert rows["attempt 1"] == "job 12, 0:01:00, trainer-0 ended with signal 9"
+
+
+def test_a_run_on_one_machine_has_no_such_rows(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.attempt(1).create()
+    rows, facts = report(run, ask=True)
+    assert facts == {}
+    assert not any(name.startswith(("attempt ", "node")) for name in rows)
