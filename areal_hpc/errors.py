@@ -14,6 +14,7 @@
     ├── WeightUpdateError             an engine did not take the new weights whole; names the engine
     ├── RewardError                   a reward function raised, hung, or returned no finite number
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
+    ├── AgentError                    an agent raised, exited, or asked the model nothing
     ├── RoleDied                      a process of the run ended; names it, its exit code and its last lines
     │   └── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
     └── Stalled                       nobody in the run gets on; says who waits for whom
@@ -78,6 +79,10 @@ class RewardError(ArealError):
 
 class RewardRaised(RewardError):
     """The reward function itself refused this text; no time limit and no dying process had a part in it."""
+
+
+class AgentError(ArealError):
+    """An agent did not get through its episode; the sample counts as failed, never as reward 0."""
 
 
 class RoleDied(ArealError):

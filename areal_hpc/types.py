@@ -12,7 +12,7 @@ carried, never inferred from a length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -81,12 +81,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request to an engine. ``request_id`` is unique in the run; ``session`` keeps turns on one engine."""
+    """One request to an engine. ``request_id`` is unique in the run; ``session`` keeps turns on one engine.
+
+    ``on_tokens``, where given, is told the sampled ids as they come, each once and in order, in the caller's event
+    loop; what it was told is a beginning of the completion, and may lack the end of it.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: Sampling
     session: str = ""
+    on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ LEADER = "trainer-0"
 """Publishes weights, frees tickets, commits."""
 FILE_SYSTEM = "the file system"
 REWARD_PROCESS = "a reward process"
+AGENT = "an agent"
 ANYBODY = "whoever asks"
 """The party of who is idle."""
 

@@ -16,7 +16,7 @@ from areal_hpc.config.derived import model_ranks, ring_capacity, sbatch_options,
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
-from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.config.schema import Config, EngineName, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
@@ -40,7 +40,7 @@ def check_not_empty(config: Config) -> Iterator[str]:
 
 
 def check_dotted_paths(config: Config) -> Iterator[str]:
-    for name in ("model.maker", "rollout.reward", "rollout.workflow", "algorithm.loss"):
+    for name in ("model.maker", "rollout.reward", "rollout.workflow", "agent.python", "algorithm.loss"):
         path = value_of(config, name)
         directory = name == "rollout.reward" and "/" in path
         if path and not directory and not DOTTED_PATH.fullmatch(path):
@@ -51,6 +51,14 @@ def check_dotted_paths(config: Config) -> Iterator[str]:
 def check_reward(config: Config) -> Iterator[str]:
     if not config.rollout.reward:
         yield "rollout.reward: required but missing; set it to a function, module:name, or a reward model's directory"
+
+
+def check_agent(config: Config) -> Iterator[str]:
+    agent, default = config.agent, RolloutConfig(reward="").workflow
+    if agent.python and agent.command:
+        yield "agent: both `python` and `command` are given; keep one of the two"
+    if (agent.python or agent.command) and config.rollout.workflow != default:
+        yield f"rollout.workflow: an agent runs the episodes, so {config.rollout.workflow} would not; leave it out"
 
 
 def check_wandb_mode(config: Config) -> Iterator[str]:
@@ -272,6 +280,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_name,
     check_not_empty,
     check_dotted_paths,
+    check_agent,
     check_wandb_mode,
     check_trainer_ranks,
     check_virtual_pipeline,

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from areal_hpc.config.agents import AgentConfig, ToolFormatName
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.cluster import ClusterConfig
 from areal_hpc.config.endurance import ArchiveConfig, CheckpointConfig, LimitsConfig, ReplayConfig
 from areal_hpc.config.engines import EngineName, GenerationConfig, TransportName, WeightsConfig
 
 __all__ = [  # of the sections beside this page; what is defined here needs no list
+    "AgentConfig",
     "ArchiveConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -25,6 +27,7 @@ __all__ = [  # of the sections beside this page; what is defined here needs no l
     "GenerationConfig",
     "LimitsConfig",
     "ReplayConfig",
+    "ToolFormatName",
     "TransportName",
     "WeightsConfig",
 ]
@@ -257,6 +260,8 @@ class Config:
     """The rollout ring."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Advantages and loss."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """An agent that runs the episodes."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """The inference engines."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)

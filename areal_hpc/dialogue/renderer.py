@@ -6,6 +6,7 @@ the fast tokenizers of transformers may not be used by two threads at once ("Alr
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,14 @@ class ChatRenderer:
         if not self._tokenizer.chat_template:
             raise DataError(f"{model_path} has no chat template; add chat_template.jinja, or use a chat model")
         self._lock = threading.Lock()
+        self._own_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self.eos_token_ids = _eos_token_ids(self._path, self._tokenizer)
+
+    @property
+    def template(self) -> str:
+        """The chat template's text; of several named ones, all."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of the conversation and of the header that begins the assistant's next turn.
@@ -39,7 +47,30 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the messages.
         """
-        return as_token_ids(self._templated(messages, add_generation_prompt=True))
+        return self.conversation(messages)
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        header: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The ids of the conversation, with tools.
+
+        Args:
+            tools: function schemas as the client sent them; the template decides how they are shown.
+            header: whether the header of the assistant's next turn follows.
+            options: the template's own arguments, such as ``enable_thinking``.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        if taken := self._own_arguments & set(options or {}):  # "tokenize", "chat_template" and their like
+            raise DataError(f"template arguments {sorted(taken)} are not the template's own; leave them out")
+        how = {**(options or {}), "tools": list(tools) or None, "add_generation_prompt": header}
+        return as_token_ids(self._templated(messages, **how))
 
     def text(self, messages: Sequence[Message], *, header: bool) -> str:
         """The conversation as the template writes it, with the header of the assistant's next turn or without.
@@ -51,23 +82,40 @@ class ChatRenderer:
         assert isinstance(text, str)
         return text
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a part of what ``text`` writes; nothing is added."""
-        with self._lock:
-            return as_token_ids(self._tokenizer(text, add_special_tokens=False))
-
-    def _templated(self, messages: Sequence[Message], **options: bool) -> Any:
+    def _templated(self, messages: Sequence[Message], **options: Any) -> Any:
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
         try:
             with self._lock:
                 return self._tokenizer.apply_chat_template(conversation, **options)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a template that adds None to a text raises the latter
             roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
             ) from error
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a plain text; special tokens that it spells are those tokens.
+
+        Raises:
+            DataError: it is no text, such as half of a surrogate pair, which JSON allows.
+        """
+        try:
+            with self._lock:
+                ids = self._tokenizer.encode(text, add_special_tokens=False, truncation=False)
+        except TypeError as error:
+            raise DataError(f"the text cannot be encoded: {error}") from error
+        return tuple(int(token) for token in ids)
+
+    def spelled(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` with its special tokens, since some models write tool calls with them."""
+        with self._lock:
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        assert isinstance(text, str)
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens, its spaces as they are."""

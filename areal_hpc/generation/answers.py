@@ -7,7 +7,7 @@ known to serve before the request was sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,22 @@ def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) ->
         "sampling_params": sampling_params(request.sampling, request.sampling.max_new_tokens - len(so_far)),
         "return_logprob": True,
         "logprob_start_len": -1,
-        "stream": False,
+        "stream": request.on_tokens is not None,
     }
+
+
+def new_tokens(on_tokens: Callable[[Sequence[int]], None]) -> Callable[[Any], None]:
+    """What to do with each event of a streamed answer, which has all tokens so far: tell those not told yet."""
+    told = 0
+
+    def tell(event: Any) -> None:
+        nonlocal told
+        token_ids = event.get("output_ids") if isinstance(event, Mapping) else None
+        if isinstance(token_ids, list) and len(token_ids) > told:
+            on_tokens(token_ids[told:])
+            told = len(token_ids)
+
+    return tell
 
 
 def sampling_params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:

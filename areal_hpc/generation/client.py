@@ -25,7 +25,15 @@ from typing import Any
 
 from areal_hpc.collective import bracketed
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.generation.answers import Answer, BadAnswer, join_answers, parse_answer, request_body, version_number
+from areal_hpc.generation.answers import (
+    Answer,
+    BadAnswer,
+    join_answers,
+    new_tokens,
+    parse_answer,
+    request_body,
+    version_number,
+)
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
 
@@ -218,7 +226,8 @@ class EngineClient:
         idle = 0
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
-            answer = await self._ask(request_body(request, flight.rid, so_far), budget - len(so_far))
+            body = request_body(request, flight.rid, so_far)
+            answer = await self._ask(body, budget - len(so_far), request.on_tokens)
             answers.append(answer)
             so_far.extend(answer.token_ids)
             if answer.stop.is_complete() or len(so_far) == budget:
@@ -227,10 +236,13 @@ class EngineClient:
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
         return join_answers(answers, budget)
 
-    async def _ask(self, body: dict[str, Any], budget: int) -> Answer:
+    async def _ask(
+        self, body: dict[str, Any], budget: int, on_tokens: Callable[[Sequence[int]], None] | None
+    ) -> Answer:
         capabilities = await self._probed()
         pinned, incarnation = self.version, self.incarnation
-        status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s)
+        each = None if on_tokens is None else new_tokens(on_tokens)
+        status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)
         if status != 200:
             raise BadAnswer(f"status {status}, {excerpt(answer)}")
         parsed = parse_answer(

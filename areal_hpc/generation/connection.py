@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,21 @@ class Connection:
     def __str__(self) -> str:
         return f"engine {self._engine} at {self.url}"
 
-    async def call(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, Any]:
+    async def call(
+        self, method: str, path: str, body: Any, limit_s: float, *, each: Callable[[Any], None] | None = None
+    ) -> tuple[int, Any]:
         """One exchange: status, and the JSON answer (the text where it is none).
 
+        Args:
+            each: is given every event of an answer that comes as server-sent events; the last one is the answer.
+
         Raises:
-                EngineRefused: no connection, however often it was tried; or the server there asks for another token.
+            EngineRefused: no connection, however often it was tried; or the server there asks for another token.
             EngineLost: no answer in ``limit_s`` seconds, or half of one.
         """
         for attempt in range(ATTEMPTS):
             try:
-                return await self._exchange(method, path, body, limit_s)
+                return await self._exchange(method, path, body, limit_s, each)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise EngineRefused(f"{self} takes no connection: {error}") from error
@@ -132,7 +138,9 @@ class Connection:
             await self._session.close()
             self._session = None
 
-    async def _exchange(self, method: str, path: str, body: Any, limit_s: float) -> tuple[int, Any]:
+    async def _exchange(
+        self, method: str, path: str, body: Any, limit_s: float, each: Callable[[Any], None] | None
+    ) -> tuple[int, Any]:
         if self._session is None:
             self._session = self._open()
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
@@ -141,6 +149,8 @@ class Connection:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
                 if response.status == 401:
                     raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
+                if each is not None and response.content_type == "text/event-stream":
+                    return response.status, await _last_event(response, each)
                 return response.status, _decoded(await response.text())
 
     def _open(self) -> aiohttp.ClientSession:
@@ -150,6 +160,24 @@ class Connection:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
             trust_env=False,
         )
+
+
+async def _last_event(response: aiohttp.ClientResponse, each: Callable[[Any], None]) -> Any:
+    """The last event before ``[DONE]``.
+
+    Raises:
+        ClientPayloadError: the stream ended without saying that it does.
+    """
+    last, pending = None, b""
+    async for chunk in response.content.iter_any():  # lines may be longer than what aiohttp's readline takes
+        *events, pending = (pending + chunk).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return last
+            last = _decoded(data.decode())
+            each(last)
+    raise aiohttp.ClientPayloadError("its stream broke off")
 
 
 def _decoded(text: str) -> Any:

@@ -110,6 +110,8 @@ class ScriptedGenerator:
                 break
             token_ids.append(token)
             versions.append(self.version)
+            if request.on_tokens is not None:
+                request.on_tokens((token,))
             if token in request.sampling.stop_token_ids:
                 break
         return Completion(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from areal_hpc.config.schema import RolloutConfig, SamplingConfig
-from areal_hpc.errors import ConfigError, DataError, GenerationError, RewardError, RewardRaised
+from areal_hpc.errors import AgentError, ConfigError, DataError, GenerationError, RewardError, RewardRaised
 from areal_hpc.protocols import Episode, Generator, Renderer, Workflow
 from areal_hpc.rollout.rendering import RenderedOnce
 from areal_hpc.types import Prompt, Sampling, Trajectory
@@ -18,7 +18,7 @@ from areal_hpc.waits import advance, waiting
 
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt; doubled before each further one, so that an engine can come back."""
-SAMPLE_FAILURES = (GenerationError, RewardError, TimeoutError, ValueError)
+SAMPLE_FAILURES = (GenerationError, RewardError, AgentError, TimeoutError, ValueError)
 """What fails a sample and not the run; ValueError is what the carriers raise for a broken engine's answer."""
 
 WOULD_FAIL_AGAIN = (RewardRaised, ValueError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,20 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(engine_url: str
         await stranger.close()
 
     asyncio.run(scenario())
+
+
+def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Callable[[], Any]) -> None:
+    async def scenario(made: Any) -> None:
+        told: list[int] = []
+        before_the_end: list[int] = []
+        asking = asyncio.create_task(made.generate(replace(request(300), on_tokens=told.extend)))
+        while not asking.done():
+            before_the_end.append(len(told))
+            await asyncio.sleep(0.001)
+        completion = asking.result()
+        assert told == completion.token_ids.tolist()
+        assert completion.token_ids.tolist() == (await made.generate(request(300, "again"))).token_ids.tolist()
+        assert completion.logprobs.shape == completion.versions.shape == (300,)
+        assert len({count for count in before_the_end if 0 < count < 300}) > 1  # not all at once
+
+    run(generator, scenario)

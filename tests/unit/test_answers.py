@@ -12,6 +12,7 @@ from areal_hpc.generation.answers import (
     Answer,
     BadAnswer,
     join_answers,
+    new_tokens,
     parse_answer,
     request_body,
     sampling_params,
@@ -167,3 +168,12 @@ def test_joined_answers_keep_every_token_with_its_log_prob_and_version(sizes: li
     assert whole.token_ids.tolist() == whole.versions.tolist() == (-whole.logprobs).tolist() == expected
     assert whole.text == "".join(map(str, expected))
     assert whole.stop is (StopReason.LENGTH if len(expected) == budget else StopReason.ABORT)
+
+
+def test_new_tokens_are_told_once_and_what_is_no_answer_tells_nothing() -> None:
+    told: list[list[int]] = []
+    tell = new_tokens(lambda ids: told.append(list(ids)))
+    for token_ids in ([], [1, 2], [1, 2], "no list", [1, 2, 3]):
+        tell({"output_ids": token_ids})
+    tell({"error": "x"})
+    assert told == [[1, 2], [3]]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
 from fake_engine import FakeEngine, running
 
 from areal_hpc.generation.connection import Connection, EngineLost
@@ -117,3 +119,45 @@ def test_a_cancelled_request_leaves_no_connection_behind_for_the_next() -> None:
     engine.faults["/generate"] = ["hang"]
     drive(engine, scenario)
     assert num_connections(engine) == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_events_are_told_one_by_one_however_they_are_cut(chunk: int) -> None:
+    events = [{"output_ids": list(range(number))} for number in range(4)]
+    data = b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in events) + b"data: [DONE]\n\n"
+    told: list[Any] = []
+    assert _streamed([data[at : at + chunk] for at in range(0, len(data), chunk)], told) == (200, events[-1])
+    assert told == events
+
+
+def test_H3_a_stream_that_ends_without_saying_so_is_lost() -> None:
+    told: list[Any] = []
+    with pytest.raises(EngineLost, match="its stream broke off"):
+        _streamed([b'data: {"output_ids": [1]}\n\n'], told)
+    assert told == [{"output_ids": [1]}]
+
+
+def _streamed(chunks: list[bytes], told: list[Any]) -> tuple[int, Any]:
+    """The outcome of a call whose answer is a stream of these chunks."""
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+        return response
+
+    async def body() -> tuple[int, Any]:
+        application = web.Application()
+        application.router.add_post("/generate", send)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        http = Connection("engine-0", f"http://127.0.0.1:{runner.addresses[0][1]}", token="", connect_s=5.0)
+        try:
+            return await http.call("POST", "/generate", {}, 10.0, each=told.append)
+        finally:
+            await http.close()
+            await runner.cleanup()
+
+    return asyncio.run(body())

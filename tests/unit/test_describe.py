@@ -139,6 +139,14 @@ algorithm.critic.value_clip: float
 algorithm.dpo.beta: float
 algorithm.dpo.loss: sigmoid | ipo
 algorithm.dpo.reference: str
+agent.python: str
+agent.args: mapping
+agent.command: list of str
+agent.env: list of str
+agent.max_turns: int
+agent.discount: float
+agent.tool_format: auto | hermes | qwen | qwen_coder | llama3 | deepseek | glm | kimi
+agent.idle_s: float
 generation.backend: embedded | sglang | vllm
 generation.replicas: int
 generation.tensor_parallel: int

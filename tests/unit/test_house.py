@@ -36,6 +36,7 @@ GROUND = {
 WINGS = {
     "prompts",
     "rollout",
+    "proxy",
     "generation",
     "buffer",
     "training",
@@ -60,6 +61,7 @@ DOORS = {
         "scorer.py",
     ),
     "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
+    "openai": ("proxy/agent.py",),
     "mpi4py": ("cluster/rendezvous.py",),
     "msgpack": ("buffer/",),
     "datasets": ("prompts.py",),

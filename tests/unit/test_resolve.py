@@ -107,6 +107,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_name": ({"name": "my run"}, "name: 'my run' cannot be a directory's name"),
     "check_not_empty": ({"model__path": ""}, "model.path: empty"),
     "check_dotted_paths": ({"rollout__reward": "tasks.reward"}, "rollout.reward: 'tasks.reward' is no dotted path"),
+    "check_agent": (
+        {"agent__python": "my:Agent", "agent__command": ("run",)},
+        "agent: both `python` and `command` are given; keep one of the two",
+    ),
+    "check_agent, workflow": (
+        {"agent__python": "my:Agent", "rollout__workflow": "my:Workflow"},
+        "rollout.workflow: an agent runs the episodes, so my:Workflow would not; leave it out",
+    ),
     "check_wandb_mode": ({"telemetry__wandb_mode": "on"}, "telemetry.wandb_mode: 'on' is no mode"),
     "check_trainer_ranks": (
         {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__ranks": 6, "trainer__parallel__tensor": 4},

@@ -9,12 +9,12 @@ from collections.abc import Sequence as Many
 from pathlib import Path
 
 from areal_hpc.buckets import dtype_named
+from areal_hpc.dialogue.text import IncrementalText, load_text
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.model import load_model
 from areal_hpc.generation.embedded.runner import BatchRunner
 from areal_hpc.generation.embedded.scheduler import Scheduler
 from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence, sample_seed
-from areal_hpc.generation.embedded.text import IncrementalText, load_text
 from areal_hpc.generation.embedded.updates import WeightUpdates
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_hpc.dialogue.text import first_stop
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.embedded.cache import KVCache
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.sampler import Sampled, SamplingColumns, sample, uniforms
 from areal_hpc.generation.embedded.sequence import Sequence, TokenLogprob
-from areal_hpc.generation.embedded.text import first_stop
 from areal_hpc.waits import advance
 
 LOGIT_ROWS = 256

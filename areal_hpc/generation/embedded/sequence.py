@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from areal_hpc.dialogue.text import IncrementalText
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.sampler import mix
-from areal_hpc.generation.embedded.text import IncrementalText
 
 NEUTRAL = {
     "frequency_penalty": 0.0,

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Many
 from typing import Any
 
+from areal_hpc.dialogue.text import IncrementalText, Text, without_partial_stop
 from areal_hpc.generation.embedded.sequence import Sequence
-from areal_hpc.generation.embedded.text import IncrementalText, Text, without_partial_stop
 from areal_hpc.generation.embedded.wire import GenerateRequest, answer, answer_so_far
 
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal_hpc.dialogue.text import Text, first_stop
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence, TokenLogprob
-from areal_hpc.generation.embedded.text import Text, first_stop
 
 FIELDS = {
     "text",

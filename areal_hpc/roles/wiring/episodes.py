@@ -17,9 +17,9 @@ from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.fs import wait_for
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
-from areal_hpc.protocols import Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
-from areal_hpc.roles.wiring.engines import dotted, make_router
+from areal_hpc.roles.wiring.agents import make_workflow
+from areal_hpc.roles.wiring.engines import make_router
 from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
@@ -54,11 +54,6 @@ def engines_text(router: Router) -> str:
     return f"; the engines: {', '.join(parts)}"
 
 
-def make_workflow(config: Config) -> Workflow:
-    workflow: Workflow = dotted(config.rollout.workflow, "rollout.workflow")()
-    return workflow
-
-
 def make_reward_pool(config: Config) -> RewardPool:
     rollout = config.rollout
     return RewardPool(rollout.reward, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s)
@@ -69,7 +64,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
     """This worker's runner, once the trainer has said where its prompts begin."""
     config = process.config
     dataset = open_dataset(config.prompts, "train", config.seed)
-    renderer, workflow = ChatRenderer(config.model.path), make_workflow(config)
+    renderer = ChatRenderer(config.model.path)
     pool = make_reward_pool(config)
     router = await asyncio.to_thread(make_router, process)
     writer = RingWriter(
@@ -81,6 +76,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
         capacity=ring_capacity(config),
         order=fixed_order(config),
     )
+    generator = Pinned(router, lambda: writer.version.step)
     try:
         await pool.start()
         stream = PromptStream(
@@ -91,20 +87,21 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             num_shards=config.rollout.workers,
             consumed=await asyncio.to_thread(_wait_until_followed, process, writer),
         )
-        yield Runner(
-            stream=stream,
-            writer=writer,
-            workflow=workflow,
-            generator=Pinned(router, lambda: writer.version.step),
-            renderer=renderer,
-            score=pool.score,
-            config=config.rollout,
-            max_tokens=config.model.max_tokens,
-            record=process.recorder.record,
-            engines=lambda: engines_text(router),
-            seed=config.seed,
-            deterministic=config.deterministic,
-        )
+        async with make_workflow(process, renderer, generator) as workflow:
+            yield Runner(
+                stream=stream,
+                writer=writer,
+                workflow=workflow,
+                generator=generator,
+                renderer=renderer,
+                score=pool.score,
+                config=config.rollout,
+                max_tokens=config.model.max_tokens,
+                record=process.recorder.record,
+                engines=lambda: engines_text(router),
+                seed=config.seed,
+                deterministic=config.deterministic,
+            )
     finally:
         writer.close()
         await pool.close()
@@ -152,23 +149,25 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     dataset = open_dataset(config.prompts, "eval", config.seed)
     pool = make_reward_pool(config)
     router = await asyncio.to_thread(make_router, process)
+    renderer, generator = ChatRenderer(config.model.path), Pinned(router, lambda: _newest_version(process) or 0)
     try:
         await pool.start()
-        yield EvaluationParts(
-            prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
-            episodes=EpisodeRunner(
-                workflow=make_workflow(config),
-                generator=Pinned(router, lambda: _newest_version(process) or 0),
-                renderer=ChatRenderer(config.model.path),
-                score=pool.score,
-                config=evaluation_rollout(config),
-                max_tokens=config.model.max_tokens,
-                record=process.recorder.record,
-                seed=config.seed,
-            ),
-            newest_version=lambda: _newest_version(process),
-            evaluated=lambda: set(results(process.run, process.epoch)),
-        )
+        async with make_workflow(process, renderer, generator) as workflow:
+            yield EvaluationParts(
+                prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
+                episodes=EpisodeRunner(
+                    workflow=workflow,
+                    generator=generator,
+                    renderer=renderer,
+                    score=pool.score,
+                    config=evaluation_rollout(config),
+                    max_tokens=config.model.max_tokens,
+                    record=process.recorder.record,
+                    seed=config.seed,
+                ),
+                newest_version=lambda: _newest_version(process),
+                evaluated=lambda: set(results(process.run, process.epoch)),
+            )
     finally:
         await pool.close()
         await router.close()

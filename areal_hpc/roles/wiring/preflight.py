@@ -10,6 +10,7 @@ from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
 from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
+from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.engines import check_model, dotted
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
@@ -39,6 +40,8 @@ def preflight(config: Config) -> None:
         if not first_prompts(evaluation, config.prompts, config.evaluation.num_prompts):
             raise DataError(f"prompts.eval: {config.prompts.eval} has no rows; give a data set that has some")
     dotted(config.rollout.workflow, "rollout.workflow")
+    if has_agent(config):
+        make_agent(config)
     asyncio.run(_load_reward(config))
 
 

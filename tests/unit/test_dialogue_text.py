@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 
-from areal_hpc.generation.embedded.text import IncrementalText, Text, first_stop, load_text, without_partial_stop
+from areal_hpc.dialogue.text import IncrementalText, Text, first_stop, load_text, without_partial_stop
 
 TOKENIZER = make_tokenizer()
 TEXT = Text(TOKENIZER)

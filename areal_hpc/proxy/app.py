@@ -1,0 +1,235 @@
+"""The HTTP service: the model APIs for agents, and ``/rl`` for sessions and rewards.
+
+    async with serve(Service(sessions=..., dialect=..., ...)) as url:      loopback, a port that the kernel chose
+        OPENAI_BASE_URL=url/v1  OPENAI_API_KEY=session.key  python agent.py
+
+    client ── request ──> Call: placed, generated ── deltas ──> client
+                            └─ committed ── the last event ──> client        in this order
+
+A stream's status is sent with its first token (or the first comment that keeps it alive), so that an engine that fails
+at once is a 503 that clients try again; one that breaks later ends with an error event, and its session is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from areal_hpc.dialogue.parts import Parts
+from areal_hpc.proxy.anthropic import MESSAGES
+from areal_hpc.proxy.calls import Call, Dialect, Told, placed
+from areal_hpc.proxy.chat import CHAT, COMPLETIONS
+from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
+from areal_hpc.proxy.exports import exported
+from areal_hpc.proxy.requests import Refused, given
+from areal_hpc.proxy.responses import RESPONSES
+from areal_hpc.proxy.sessions import Session, Sessions
+
+MAX_BODY_BYTES = 64 * 2**20
+KEEP_ALIVE_S = 10.0
+"""Longest silence of a stream; clients and proxies give up after about 15 s and more."""
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+APIS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+Progress = tuple[int, Parts] | None
+"""A choice and what is certain of it; None in the queue when the call has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes work with.
+
+    Args:
+        open_session: opens a session on the run's engines, for whoever holds the admin token.
+        admin_token: what ``/rl/start_session`` and ``/rl/export`` ask for. Empty: they are refused to everybody.
+        discount: reward of a turn that counts for the turn before it.
+    """
+
+    sessions: Sessions
+    dialect: Dialect
+    model: str
+    open_session: Callable[[], Session]
+    admin_token: str
+    discount: float = 1.0
+    keep_alive_s: float = KEEP_ALIVE_S
+
+
+@asynccontextmanager
+async def serve(service: Service, *, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """The service at the URL that this gives, until the context ends."""
+    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application.add_routes(Routes(service).table())
+    runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, 0).start()
+        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Routes:
+    """One method for each kind of route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def table(self) -> list[web.RouteDef]:
+        asked = [web.post(path, self._asked(api)) for path, api in APIS.items()]
+        return [
+            *asked,
+            web.post("/v1/messages/count_tokens", self._refusing(MESSAGES, self.count_tokens)),
+            web.get("/v1/models", self._refusing(CHAT, self.models)),
+            web.get("/health", self._refusing(CHAT, self.health)),
+            web.post("/rl/start_session", self._refusing(CHAT, self.start_session)),
+            web.post("/rl/set_reward", self._refusing(CHAT, self.set_reward)),
+            web.post("/rl/end_session", self._refusing(CHAT, self.end_session)),
+            web.post("/rl/export", self._refusing(CHAT, self.export)),
+        ]
+
+    # -- model APIs
+
+    def _asked(self, api: Api) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._service.sessions.of_key(_key(request))
+            ask = api.parse(await _body(request))
+            call = Call(session, ask, self._service.dialect)
+            if ask.stream:
+                return await self._streamed(request, api.stream(call), call)
+            return web.json_response(api.whole(call, await call.run()))
+
+        return self._refusing(api, handle)
+
+    def _refusing(self, api: Api, handle: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
+        """A handler whose refusals have the API's shape."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                response: web.StreamResponse = await handle(request)
+            except Refused as refused:
+                headers = {} if refused.retry_after_s is None else {"retry-after": f"{refused.retry_after_s:g}"}
+                return web.json_response(api.refusal(refused), status=refused.status, headers=headers)
+            return response
+
+        return guarded
+
+    async def _streamed(self, request: web.Request, stream: Stream, call: Call) -> web.StreamResponse:
+        progress: asyncio.Queue[Progress] = asyncio.Queue()
+        running = asyncio.ensure_future(call.run(lambda choice, parts: progress.put_nowait((choice, parts))))
+        running.add_done_callback(lambda _: progress.put_nowait(None))
+        news = _following(progress, self._service.keep_alive_s)
+        try:
+            first = await anext(news, None)
+            if running.done():
+                running.result()  # it may have failed at once
+            response = web.StreamResponse(headers=HEADERS)
+            await response.prepare(request)
+            await response.write(b"".join(stream.begin()))
+            await response.write(_told(stream, first))
+            async for one in news:
+                await response.write(_told(stream, one))
+            await response.write(b"".join(_ending(stream, call, running)))
+            await response.write_eof()
+            return response
+        finally:
+            running.cancel()
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        session = self._service.sessions.of_key(_key(request))
+        place = placed(session, MESSAGES.parse(await _body(request)), self._service.dialect)
+        return web.json_response({"input_tokens": len(place.context)})
+
+    async def models(self, _: web.Request) -> web.Response:
+        model = {"id": self._service.model, "object": "model", "created": 0, "owned_by": "areal-hpc"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._service.sessions)})
+
+    # -- sessions
+
+    async def start_session(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        session = self._service.open_session()
+        return web.json_response({"session_id": session.id, "api_key": session.key})
+
+    async def set_reward(self, request: web.Request) -> web.Response:
+        session = self._service.sessions.of_key(_key(request))
+        body = await _body(request)
+        reward = given(body, "reward", (int, float))
+        if reward is None:
+            raise Refused(400, "reward is missing", param="reward")
+        session.reward(float(reward), given(body, "interaction_id", str, ""))
+        return web.json_response({"message": "success"})
+
+    async def end_session(self, request: web.Request) -> web.Response:
+        session = self._service.sessions.of_key(_key(request))
+        session.close()
+        return web.json_response({"message": "success", "interaction_count": len(session.transcript.turns)})
+
+    async def export(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        body = await _body(request)
+        session = self._service.sessions.of_id(given(body, "session_id", str, ""))
+        discount = float(given(body, "discount", (int, float), self._service.discount))
+        answer = exported(session, discount)
+        self._service.sessions.close(session)
+        return web.json_response(answer)
+
+    def _admit(self, request: web.Request) -> None:
+        token = self._service.admin_token
+        if not token or not hmac.compare_digest(_key(request).encode("utf-8", "surrogateescape"), token.encode()):
+            raise Refused(401, "this needs the admin token", code="invalid_api_key")
+
+
+async def _following(progress: asyncio.Queue[Progress], keep_alive_s: float) -> AsyncIterator[Progress]:
+    """What a call tells until it ends, and None where it told nothing for ``keep_alive_s`` seconds."""
+    while True:
+        try:
+            news = await asyncio.wait_for(progress.get(), keep_alive_s)
+        except TimeoutError:
+            yield None
+            continue
+        if news is None:
+            return
+        yield news
+
+
+def _told(stream: Stream, news: Progress) -> bytes:
+    return KEEP_ALIVE if news is None else b"".join(stream.delta(*news))
+
+
+def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> list[bytes]:
+    """The last events of a call that has ended, well or not."""
+    try:
+        return stream.end(running.result())
+    except Refused as refused:
+        call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
+        return stream.broken(refused)
+
+
+def _key(request: web.Request) -> str:
+    """The key of a request, in either of the headers that clients use."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the body must be a JSON object")
+    return body

@@ -1,0 +1,278 @@
+"""OpenAI's Responses API: items in, items out, and a stream of typed, numbered events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_hpc.dialogue.messages import message, text_of
+from areal_hpc.dialogue.parts import Parts
+from areal_hpc.errors import DataError
+from areal_hpc.proxy.calls import Call, Told
+from areal_hpc.proxy.events import Api, News, event, generated, openai_error
+from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, with_schema
+from areal_hpc.types import Message, StopReason
+
+ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tool_choice", "tools", "text")
+DEFAULTS = {"metadata": {}, "tool_choice": "auto", "tools": [], "text": {"format": {"type": "text"}}}
+UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")
+
+
+def parse(body: Mapping[str, Any]) -> Ask:
+    """Raises Refused naming the field that is wrong."""
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise Refused(400, f"{name} is not supported; send the whole conversation as input", param=name)
+    asked = body.get("input")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else given(body, "input", list, [])
+    messages = tuple(_messages(given(body, "instructions", str, ""), items))
+    if not messages:
+        raise Refused(400, "input must be a text or a list with at least one item", param="input")
+    wanted = given(given(body, "text", dict, {}), "format", dict, {})
+    if wanted.get("type") in ("json_schema", "json_object"):
+        messages = with_schema(messages, wanted.get("schema"))
+    tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
+    return Ask(
+        model=given(body, "model", str, ""),
+        messages=messages,
+        tools=tools,
+        choice=checked_choice(_choice(body.get("tool_choice")), tools),
+        parallel=given(body, "parallel_tool_calls", bool, True),
+        max_tokens=budget(body, "max_output_tokens"),
+        stream=given(body, "stream", bool, False),
+        echoed={name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED},
+    )
+
+
+def _messages(instructions: str, items: Sequence[Any]) -> Iterator[Message]:
+    """Items as messages: what one answer consisted of (reasoning, text, calls) is one message again."""
+    if instructions:
+        yield message("system", instructions)
+    answer: list[Mapping[str, Any]] = []
+    for number, item in enumerate(items):
+        try:
+            place = _place_in_answer(item)
+            if answer and (place is None or place < (last := _place_in_answer(answer[-1]) or 0) or place == last == 1):
+                yield _answer(answer)
+                answer = []
+            if place is None:
+                yield _no_answer(item)
+            else:
+                answer.append(item)
+        except (DataError, KeyError, TypeError, AttributeError) as error:
+            raise Refused(400, f"input[{number}] cannot be used: {error}", param="input") from error
+    if answer:
+        yield _answer(answer)
+
+
+def _place_in_answer(item: Mapping[str, Any]) -> int | None:
+    """Reasoning comes before text and text before calls; None for what is no part of an answer."""
+    kind = item.get("type") or "message"
+    if kind == "message":
+        return 1 if item["role"] == "assistant" else None
+    return {"reasoning": 0, "function_call": 2}.get(kind)
+
+
+def _answer(items: Sequence[Mapping[str, Any]]) -> Message:
+    by_place: dict[int | None, list[Mapping[str, Any]]] = {0: [], 1: [], 2: []}
+    for item in items:
+        by_place[_place_in_answer(item)].append(item)
+    calls = [{"id": str(c["call_id"]), "name": str(c["name"]), "arguments": str(c["arguments"])} for c in by_place[2]]
+    reasoning = "".join(text_of(item.get("content")) for item in by_place[0])
+    return message("assistant", by_place[1][0].get("content") if by_place[1] else "", reasoning=reasoning, calls=calls)
+
+
+def _no_answer(item: Mapping[str, Any]) -> Message:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        return message(item["role"], item.get("content"))
+    if kind == "function_call_output":
+        return message("tool", item.get("output"), answers=str(item["call_id"]))
+    raise DataError(f"items of type {kind!r} are not supported; send messages, function calls and their outputs")
+
+
+def _tool(number: int, tool: Any) -> Mapping[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise Refused(400, f"tools[{number}] is no function tool; only functions are served here", param="tools")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _choice(chosen: Any) -> Choice:
+    if chosen is None:
+        return Choice()
+    if chosen in ("auto", "none", "required"):
+        return Choice(mode=chosen)
+    if not isinstance(chosen, Mapping) or chosen.get("type") != "function":
+        raise Refused(400, f"tool_choice {chosen!r} is not supported", param="tool_choice")
+    return Choice(mode="tool", name=str(chosen.get("name")))
+
+
+def _response(call: Call, created: int, status: str, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": call.ask.model,
+        "output": [],
+        "parallel_tool_calls": call.ask.parallel,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        **call.ask.echoed,
+        **more,
+    }
+
+
+def _items(call: Call, told: Told) -> list[dict[str, Any]]:
+    """The answer's output items; their ids are those of the stream."""
+    items: list[dict[str, Any]] = []
+    if told.parts.reasoning:
+        items.append(_reasoning(call, told.parts.reasoning))
+    calls = told.answer.get("tool_calls", ())
+    if told.parts.content or not calls:
+        items.append(_message(call, told.parts.content))
+    return [*items, *(_function_call(call, one, place) for place, one in enumerate(calls))]
+
+
+def _reasoning(call: Call, text: str, status: str = "completed") -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(call: Call, text: str | None, status: str = "completed") -> dict[str, Any]:
+    content = [] if text is None else [_part(text)]
+    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _function_call(call: Call, made: Mapping[str, Any], place: int) -> dict[str, Any]:
+    function = {"name": made["function"]["name"], "arguments": made["function"]["arguments"]}
+    identity = {"id": f"fc_{call.id}_{place}", "call_id": made["id"], "status": "completed"}
+    return {"type": "function_call", **identity, **function}
+
+
+def _finished(call: Call, told: Sequence[Told], created: int) -> dict[str, Any]:
+    (one,) = told
+    prompt, sampled = len(call.place.context), generated(told)
+    cut = one.completion.stop is StopReason.LENGTH
+    return _response(
+        call,
+        created,
+        "incomplete" if cut else "completed",
+        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        output=_items(call, one),
+        usage={
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+    )
+
+
+def whole(call: Call, told: Sequence[Told]) -> dict[str, Any]:
+    return _finished(call, told, int(time.time()))
+
+
+class ResponseStream:
+    """Items one after another, each added, filled and done; ``response.completed`` last, with the full response."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._news, self._created = call, News(), int(time.time())
+        self._number, self._index, self._open = -1, -1, ""
+        self._so_far = Parts()
+
+    def begin(self) -> list[bytes]:
+        response = _response(self._call, self._created, "in_progress")
+        return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
+
+    def delta(self, choice: int, parts: Parts) -> list[bytes]:
+        thought, text = self._news.of(choice, parts)
+        self._so_far = parts
+        events = []
+        if thought:
+            events += self._in("reasoning")
+            events.append(self._at("response.reasoning_text.delta", f"rs_{self._call.id}", delta=thought))
+        if text:
+            events += self._in("message")
+            events.append(self._at("response.output_text.delta", f"msg_{self._call.id}", delta=text, logprobs=[]))
+        return events
+
+    def end(self, told: Sequence[Told]) -> list[bytes]:
+        events = self.delta(0, told[0].parts)
+        calls = told[0].answer.get("tool_calls", ())
+        if not calls:
+            events += self._in("message")  # also around an empty text
+        events += self._close()
+        for place, made in enumerate(calls):
+            events += self._called(_function_call(self._call, made, place))
+        response = _finished(self._call, told, self._created)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def broken(self, refused: Refused) -> list[bytes]:
+        error = {"code": "server_error", "message": str(refused)}
+        response = _response(self._call, self._created, "failed", error=error)
+        return [self._event("response.failed", response=response)]
+
+    def _called(self, item: Mapping[str, Any]) -> list[bytes]:
+        self._index += 1
+        place = {"item_id": item["id"], "output_index": self._index}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        arguments = item["arguments"]
+        return [
+            self._event("response.output_item.added", output_index=self._index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments),
+            self._event("response.output_item.done", output_index=self._index, item=item),
+        ]
+
+    def _in(self, kind: str) -> list[bytes]:
+        """Be in the item of that kind: the one before is done."""
+        if self._open == kind:
+            return []
+        closed = self._close()
+        self._index, self._open = self._index + 1, kind
+        empty = _reasoning if kind == "reasoning" else _message
+        item = empty(self._call, "" if kind == "reasoning" else None, "in_progress")  # type: ignore[arg-type]
+        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        if kind == "reasoning":
+            return [*closed, added]
+        part = self._at("response.content_part.added", item["id"], part=_part(""))
+        return [*closed, added, part]
+
+    def _close(self) -> list[bytes]:
+        was, self._open = self._open, ""
+        if was == "reasoning":
+            item = _reasoning(self._call, self._so_far.reasoning)
+            text = self._so_far.reasoning
+            done = [self._at("response.reasoning_text.done", item["id"], text=text)]
+        elif was == "message":
+            item, text = _message(self._call, self._so_far.content), self._so_far.content
+            done = [
+                self._at("response.output_text.done", item["id"], text=text, logprobs=[]),
+                self._at("response.content_part.done", item["id"], part=_part(text)),
+            ]
+        else:
+            return []
+        return [*done, self._event("response.output_item.done", output_index=self._index, item=item)]
+
+    def _at(self, kind: str, item_id: str, **values: Any) -> bytes:
+        return self._event(kind, item_id=item_id, output_index=self._index, content_index=0, **values)
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **values}, kind)
+
+
+RESPONSES = Api(parse=parse, whole=whole, stream=ResponseStream, refusal=openai_error)

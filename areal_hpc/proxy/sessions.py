@@ -1,0 +1,186 @@
+"""Sessions: one key is one attempt at one episode, with an engine, a transcript and rewards.
+
+    open ──(requests with its key)──> ended ──(late rewards)──> closed: its key is no key any more
+
+A session that nobody used for ``idle_s`` is closed when the next one is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from areal_hpc.dialogue.transcript import Template, Transcript
+from areal_hpc.protocols import Generator
+from areal_hpc.proxy.requests import Refused
+from areal_hpc.types import Sampling, Trajectory
+from areal_hpc.waits import AGENT, waiting
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One attempt. Whoever has ``key`` may speak for it."""
+
+    id: str
+    key: str
+    generator: Generator
+    sampling: Sampling
+    max_tokens: int
+    """Longest sequence, prompt and answer together."""
+    max_turns: int
+    transcript: Transcript
+    used: float = field(default_factory=time.monotonic)
+    num_calls: int = 0
+    rewards: dict[int, float] = field(default_factory=dict)
+    final: float | None = None
+    ended: bool = False
+    broken: str = ""
+    """Why nothing of it may be trained on: an answer broke off after its beginning had been given out."""
+    agent_s: float | None = None
+    """Limit of the whole attempt, where somebody waits for its agent: told while the agent asks nothing."""
+    _num_open: int = 0
+    _silence: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._await_agent()
+
+    def _await_agent(self) -> None:
+        if self.agent_s is not None and not self.ended:
+            self._silence.enter_context(waiting("its next request", AGENT, limit_s=self.agent_s, about=self.id))
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Meanwhile it is the model that is waited for, not the agent."""
+        self._silence.close()
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._await_agent()
+
+    def close(self) -> None:
+        """Nobody may ask any more, and nobody waits for it."""
+        self.ended = True
+        self._silence.close()
+
+    def begin_call(self, num_choices: int) -> str:
+        """The id of one more request.
+
+        Raises:
+            Refused: the session has ended, or used its turns up.
+        """
+        if self.ended:
+            raise Refused(400, "this session has ended; start another one", code="session_ended")
+        if self.num_calls + num_choices > self.max_turns:
+            raise Refused(
+                400,
+                f"this session has used its {self.max_turns} turns up; raise `agent.max_turns`, or ask less often",
+                code="max_turns_exceeded",
+            )
+        number, self.num_calls = self.num_calls, self.num_calls + num_choices
+        return f"{self.id}-{number}"
+
+    def reward(self, value: float, call: str = "") -> None:
+        """Reward the answers to one request, or the whole episode; the last word counts.
+
+        Raises:
+            Refused: no such request, or no finite number.
+        """
+        if not math.isfinite(value):
+            raise Refused(400, "a reward must be a finite number", param="reward")
+        if not call:
+            self.final = value
+            return
+        numbers = self.transcript.numbers_of(call[max(0, call.find(self.id)) :])  # behind the API's own prefix
+        if not numbers:
+            raise Refused(404, f"there is no interaction {call!r} in this session", param="interaction_id")
+        self.rewards |= dict.fromkeys(numbers, value)
+
+    def trajectories(self, discount: float) -> Sequence[Trajectory]:
+        """What there is to train on; empty where nothing was answered or rewarded."""
+        return self.transcript.trajectories(final=self.final, rewards=self.rewards, discount=discount)
+
+
+class Sessions:
+    """The sessions of one server. Keys are looked up by their hashes, so that the time it takes tells nothing."""
+
+    def __init__(self, template: Template, *, idle_s: float, max_sessions: int = 65536) -> None:
+        self._template, self._idle_s, self._max = template, idle_s, max_sessions
+        self._by_key: dict[bytes, Session] = {}
+        self._by_id: dict[str, Session] = {}
+        self.num_opened = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(
+        self,
+        *,
+        generator: Generator,
+        sampling: Sampling,
+        max_tokens: int,
+        max_turns: int,
+        agent_s: float | None = None,
+    ) -> Session:
+        """A new session with a key that nobody can guess.
+
+        Raises:
+            Refused: too many are open.
+        """
+        self._close_idle()
+        if len(self._by_id) >= self._max:
+            raise Refused(429, f"{self._max} sessions are open; end some", retry_after_s=1.0)
+        self.num_opened += 1
+        session = Session(
+            id=f"s{self.num_opened}{secrets.token_hex(8)}",
+            key=f"sk-{secrets.token_urlsafe(32)}",
+            generator=generator,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            max_turns=max_turns,
+            agent_s=agent_s,
+            transcript=Transcript(self._template),
+        )
+        self._by_key[_hash(session.key)] = session
+        self._by_id[session.id] = session
+        return session
+
+    def of_key(self, key: str) -> Session:
+        """Raises Refused for a key that opens nothing."""
+        session = self._by_key.pop(hashed := _hash(key), None)
+        if session is None:
+            raise Refused(401, "the API key is missing or opens no session", code="invalid_api_key")
+        self._by_key[hashed] = session  # behind all others: the longest unused is first
+        session.used = time.monotonic()
+        return session
+
+    def of_id(self, session_id: str) -> Session:
+        """Raises Refused for an id that is none."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise Refused(404, f"there is no session {session_id!r}", param="session_id")
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget it; from now on its key opens nothing."""
+        session.close()
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(_hash(session.key), None)
+
+    def _close_idle(self) -> None:
+        while self._by_key:
+            longest_unused = next(iter(self._by_key.values()))
+            if time.monotonic() - longest_unused.used <= self._idle_s:
+                return
+            self.close(longest_unused)
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
