@@ -88,8 +88,8 @@ class Workers:
 class Backend:
     """Notes every call in ``calls`` and every minibatch in ``trained``."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.trained = calls, list[list[Batch]]()
+    def __init__(self, calls: list[str], data_ranks: Ranks) -> None:
+        self.calls, self.trained, self.data_ranks = calls, list[list[Batch]](), data_ranks
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
         self.calls.append("logprobs")
@@ -122,6 +122,7 @@ class World:
         checkpoint_every: int = 100,
         deterministic: bool = False,
         ranks: Ranks | None = None,
+        data_ranks: Ranks | None = None,
         ring: MemoryRing | None = None,
         **algorithm: Any,
     ) -> None:
@@ -135,7 +136,7 @@ class World:
         self.calls: list[str] = []
         self.journal: dict[int, list[int]] = {}
         self.records: list[dict[str, Any]] = []
-        self.backend = Backend(self.calls)
+        self.backend = Backend(self.calls, data_ranks or ranks)
         self.now = 0.0
         self.behind: list[bool] = []  # what is answered, last first
         self.settled = 0
@@ -504,6 +505,14 @@ def test_two_ranks_share_each_step_without_overlap() -> None:
     assert set(Counter(trained).values()) == {1}
     assert len(trained) == 3 * 4 * GROUP_SIZE
     assert abs(len(worlds[0].trained()) - len(worlds[1].trained())) <= 3 * 2  # balanced in each minibatch
+    assert worlds[0].records and not worlds[1].records
+
+
+def test_ranks_that_hold_one_copy_of_the_model_are_dealt_the_same_sequences() -> None:
+    worlds, finished = two_ranks(lambda _: None, total_steps=3, groups_per_step=4, minibatches=2, data_ranks=Ranks())
+    assert finished == [True, True]
+    assert worlds[0].trained() == worlds[1].trained()
+    assert len(worlds[0].trained()) == 3 * 4 * GROUP_SIZE
     assert worlds[0].records and not worlds[1].records
 
 

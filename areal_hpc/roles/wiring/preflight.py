@@ -14,6 +14,7 @@ from areal_hpc.roles.wiring.engines import dotted, make_model
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
+from areal_hpc.training.megatron.requirements import check_model, require_megatron
 
 
 def preflight(config: Config) -> None:
@@ -47,14 +48,16 @@ def preflight(config: Config) -> None:
 def _refuse_what_cannot_start(config: Config) -> None:
     if config.generation.backend is not EngineName.EMBEDDED:
         raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
-    if config.trainer.backend is not TrainerBackendName.REFERENCE:
-        raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        require_megatron()
 
 
 def _prepare_models(config: Config) -> None:
     make_model(config)
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        check_model(Path(config.model.path), config.trainer.parallel)
 
 
 def check_vocabulary(model: str, reference: str) -> None:
