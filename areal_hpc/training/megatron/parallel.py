@@ -46,8 +46,8 @@ def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
         return
     if accelerator.detect() is accelerator.CPU and parallel.expert > 1 and parallel.expert_tensor > 1:
         raise ConfigError(
-            "trainer.parallel.expert_tensor: gloo cannot gather unequal numbers of tokens, so on CPUs set it to 1 where "
-            "trainer.parallel.expert is not"
+            "trainer.parallel.expert_tensor: gloo cannot gather unequal numbers of tokens; on CPUs set it to 1, or set "
+            "trainer.parallel.expert to 1"
         )
     limit_s = (None if ranks.group is None else limit_of(ranks.group)) or ALONE_S
     dist.init_process_group(
