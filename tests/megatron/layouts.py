@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.config.schema import ParallelConfig
@@ -64,15 +65,20 @@ def parse(layout: str) -> tuple[ParallelConfig, int]:
 def _enter(
     address: GroupAddress, rank: int, parallel: ParallelConfig, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    from areal_hpc.training.megatron.parallel import enter_groups, leave_groups
-
     torch.set_num_threads(1)
     group = join_group(address, rank, 60.0) if address.world_size > 1 else None
-    ranks = Ranks(group)
-    enter_groups(ranks, parallel)
     try:
-        return function(ranks, parallel, *args)
+        return function(Ranks(group), parallel, *args)
     finally:
         if group is not None:
             leave_group(group)
-        leave_groups()  # last: it would take the ranks' own group with it
+        _forget_groups()  # last: it would take the ranks' own group with it
+
+
+def _forget_groups() -> None:
+    """Megatron's groups are the process's; the next layout has others."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -6,40 +6,20 @@ each of them holds, must not be visible in the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from layouts import Run, pool
+from layouts import Run
 from safetensors.torch import load_file
-from tiny_models import make_model
+from steps import NUM_STEPS, make, make_reference, train, weights_of, whole_batch
 
-from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig
-from areal_hpc.config.schema import OptimizerConfig, ParallelConfig, Schedule, TrainerConfig
-from areal_hpc.training.batching import plan_step
-from areal_hpc.training.credit import assess
-from areal_hpc.training.megatron.backend import MegatronBackend
+from areal_hpc.config.schema import ParallelConfig
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.training.reference import ReferenceBackend
-from areal_hpc.types import Batch
 
 pytestmark = pytest.mark.megatron
 
-VOCAB_SIZE = 273  # no multiple of 2: shares of the vocabulary are padded
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "head_dim": 8,
-    "num_hidden_layers": 4,
-    "initializer_range": 0.06,
-}
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
-MIXTURE["norm_topk_prob"] = True
-ALGORITHM = AlgorithmConfig(kl=KlConfig(coef=0.1))
-NUM_STEPS, NUM_SEQUENCES, TEMPERATURE = 3, 9, 0.7
 LAYOUTS = [
     ("qwen3", "tp2"),
     ("llama", "pp2"),
@@ -51,75 +31,9 @@ LAYOUTS = [
     ("qwen3", "tp2 cp2"),
     ("llama", "pp2 vpp2"),
     ("qwen3_moe", "dp2 ep2"),
+    ("qwen3_moe", "tp2 etp2"),
     ("qwen3_moe", "tp2 ep2 pp2"),
 ]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with pool() as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """qwen2 and qwen3 have tied embeddings, the others not; qwen2 has biases, qwen3 and the mixture norms of heads."""
-    root = tmp_path_factory.mktemp("models")
-    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
-        make_model(root / family, family, 0, **SIZES, **(MIXTURE if family == "qwen3_moe" else {}))
-    return {path.name: path for path in root.iterdir()}
-
-
-def whole_batch() -> Batch:
-    """Sequences of very different lengths, the last one with nothing to train on."""
-    generator = np.random.default_rng(5)
-    lengths = np.array([40, 6, 11, 25, 5, 18, 2, 33, 9])
-    mask = np.concatenate([np.arange(n) >= min(3, n - 1) for n in lengths])
-    mask[-9:] = False
-    return Batch(
-        token_ids=generator.integers(0, VOCAB_SIZE, mask.size).astype(np.int32),
-        loss_mask=mask,
-        behaviour=np.where(mask, generator.uniform(-6, -5, mask.size), 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        advantages=np.where(mask, np.repeat(generator.normal(size=NUM_SEQUENCES), lengths), 0).astype(np.float32),
-        boundaries=np.cumsum([0, *lengths], dtype=np.int32),
-    )
-
-
-def trainer(parallel: ParallelConfig) -> TrainerConfig:
-    optimizer = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1, warmup_steps=2, schedule=Schedule.COSINE)
-    return TrainerConfig(total_steps=8, tokens_per_microbatch=48, parallel=parallel, optimizer=optimizer)
-
-
-def make(ranks: Ranks, parallel: ParallelConfig, path: Path) -> MegatronBackend:
-    return MegatronBackend(
-        model_path=str(path),
-        algorithm=ALGORITHM,
-        trainer=trainer(parallel),
-        temperature=TEMPERATURE,
-        ranks=ranks,
-    )
-
-
-def make_reference(path: Path) -> ReferenceBackend:
-    return ReferenceBackend(
-        model_path=str(path), algorithm=ALGORITHM, trainer=trainer(ParallelConfig()), temperature=TEMPERATURE
-    )
-
-
-def train(backend: Any, data_ranks: Ranks, first: int, last: int) -> list[dict[str, float]]:
-    """Statistics of steps ``first`` to ``last``: three minibatches each, one of them of two sequences."""
-    batch, told = whole_batch(), []
-    for step in range(first, last + 1):
-        plan = plan_step(batch.lengths, np.ones(NUM_SEQUENCES), 4, data_ranks.size, step)
-        mine = [batch.select(of_ranks[data_ranks.rank]) for of_ranks in plan]
-        zeros = [np.zeros(part.num_sequences) for part in mine]
-        told.append(dict(backend.train_step(assess(mine, zeros, backend, ALGORITHM, data_ranks))))
-    return told
-
-
-def weights_of(backend: Any) -> dict[str, Any]:
-    return {name: tensor.clone().numpy() for name, tensor in backend.weights()}
 
 
 def whole_story(ranks: Ranks, parallel: ParallelConfig, path: Path, saved: Path) -> dict[str, Any]:

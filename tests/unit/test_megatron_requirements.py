@@ -63,6 +63,14 @@ def test_experts_are_divided_whole(tmp_path: Path) -> None:
         check_model(tmp_path, ParallelConfig(expert=4))
 
 
+def test_copies_of_experts_that_nobody_would_keep_alike_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe", 0, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    check_model(tmp_path, ParallelConfig(tensor=2, expert_tensor=2))
+    check_model(tmp_path, ParallelConfig(tensor=2, expert=2))
+    with pytest.raises(ConfigError, match="expert_tensor = 1 leaves copies of its experts on the 2 ranks"):
+        check_model(tmp_path, ParallelConfig(tensor=2))
+
+
 def test_a_bias_that_is_not_computed_and_a_foreign_model_are_refused(tmp_path: Path) -> None:
     make_model(tmp_path / "llama", "llama", 0, attention_bias=True)
     with pytest.raises(ConfigError, match="adds a bias to attention's output"):

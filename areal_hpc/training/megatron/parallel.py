@@ -69,14 +69,6 @@ def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
     )
 
 
-def leave_groups() -> None:
-    """Forget the groups, so that others may be made."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 class Place:
     """Where this rank stands: its groups, after ``enter_groups``."""
 

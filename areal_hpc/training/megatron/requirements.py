@@ -67,5 +67,12 @@ def _problems(model: Architecture, parallel: ParallelConfig) -> Iterator[str]:
             yield f"trainer.parallel.{key} = {ranks} does not divide its {number} {what}; lower it"
     if model.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield "it has no experts; set trainer.parallel.expert and expert_tensor to 1"
+    if model.experts is not None and parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+        # Megatron would keep a copy on each of those ranks, and add up what each learns from its own tokens nowhere.
+        yield (
+            f"trainer.parallel.expert_tensor = {parallel.expert_tensor} leaves copies of its experts on the "
+            f"{parallel.tensor} ranks of trainer.parallel.tensor; set it to {parallel.tensor}, or "
+            "trainer.parallel.expert above 1"
+        )
     if model.output_bias:
         yield "it adds a bias to attention's output, which the Megatron trainer does not; set trainer.backend=reference"
