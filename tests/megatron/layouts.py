@@ -6,7 +6,6 @@ with pool() as run:
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import SERVER
 
 from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.training.megatron.compat import bootstrap
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress
 
@@ -37,10 +38,8 @@ Run = Callable[..., list[Any]]
 
 @contextmanager
 def pool() -> Iterator[Run]:
-    """Importing Megatron takes seconds: the processes are forks of one that has, and serve all layouts in turn."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers", "tests.megatron.preloaded"])
-    with ProcessPoolExecutor(MOST_RANKS, mp_context=context) as processes:
+    """Importing Megatron takes seconds: each process does it once, and serves all layouts in turn."""
+    with ProcessPoolExecutor(MOST_RANKS, mp_context=SERVER, initializer=bootstrap) as processes:
 
         def run(layout: str, function: Callable[..., Any], *args: Any) -> list[Any]:
             parallel, world_size = parse(layout)

@@ -10,6 +10,7 @@ from tiny_models import make_model
 
 from areal_hpc.config.schema import ParallelConfig
 from areal_hpc.errors import ConfigError, DataError
+from areal_hpc.training.megatron import requirements
 from areal_hpc.training.megatron.requirements import check_model, require_megatron
 
 
@@ -22,13 +23,22 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(metadata, "version", answer)
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.0rc1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1"])
 def test_versions_that_are_known_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     installed(monkeypatch, version)
     require_megatron()
 
 
-@pytest.mark.parametrize("version", [None, "0.12.0", "0.20.0", "1.0"])
+def test_what_newer_versions_import_beside_themselves_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.19.2")
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "triton" else object())
+    with pytest.raises(ConfigError, match="imports triton; pip install triton"):
+        require_megatron()
+    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
+    require_megatron()
+
+
+@pytest.mark.parametrize("version", [None, "0.15.3", "0.20.0", "1.0"])
 def test_none_and_versions_that_nobody_tried_are_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     installed(monkeypatch, version)
     with pytest.raises(ConfigError, match=r"pip install 'areal-hpc\[megatron\]'") as refused:

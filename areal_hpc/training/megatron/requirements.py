@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.config.schema import ParallelConfig
 from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture, read_architecture
 
-OLDEST, TOO_NEW = (0, 15, 3), (0, 20, 0)
-"""Versions of megatron-core whose insides are those that ``compat`` and ``moments`` reach into."""
+OLDEST, TOO_NEW = (0, 16, 1), (0, 20, 0)
+"""Versions of megatron-core whose insides are those that ``compat`` and ``optimizer`` reach into."""
+WANTS_TRITON = (0, 18, 0)
+"""From which version on it cannot be imported without triton, which torch brings for CUDA only."""
 
 
 def require_megatron() -> None:
@@ -35,6 +38,8 @@ def require_megatron() -> None:
             f"trainer.backend=megatron: megatron-core {found} is not one of those that are known to work, {first} to "
             f"below {last}; pip install 'areal-hpc[megatron]'"
         )
+    if release >= WANTS_TRITON and find_spec("triton") is None:
+        raise ConfigError(f"trainer.backend=megatron: megatron-core {found} imports triton; pip install triton")
 
 
 def check_model(path: Path, parallel: ParallelConfig) -> Architecture:
