@@ -158,6 +158,9 @@ class ReferenceBackend:
         head = model.get_output_embeddings().weight  # [V, H]
         return token_logprobs(predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=with_entropy)
 
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
     # Training
 
     def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
@@ -167,7 +170,7 @@ class ReferenceBackend:
         """
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
         totals = sums([batch.num_trainable for batch in minibatches], self._ranks)
-        divisors = loss_divisors(minibatches, totals, self._algorithm, self._ranks)
+        divisors = self._divisors(minibatches, totals)
         stats: list[Stats] = []
         norms: list[float] = []
         for batch, total, divisor in zip(minibatches, totals, divisors, strict=True):
@@ -197,6 +200,10 @@ class ReferenceBackend:
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         found = parts(batch, self._config.tokens_per_microbatch, together=self._together)
         return (part for part, _ in found)
+
+    def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
+        """What the sum of each minibatch's losses is divided by."""
+        return loss_divisors(minibatches, totals, self._algorithm, self._ranks)
 
     def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
         if self._critic is None:
