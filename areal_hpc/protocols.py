@@ -230,6 +230,9 @@ class Peers(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, which is JSON data, by rank."""
 
+    def gather_floats(self, values: Float32Array) -> list[Float32Array]:
+        """Every rank's ``values`` [N], by rank; each has its own N."""
+
 
 class TrainerBackend(Protocol):
     """Owns model and optimizer on one rank; every call is collective over the trainer's ranks.

@@ -32,7 +32,7 @@ from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.protocols import RolloutReader, TrainerBackend
+from areal_hpc.protocols import Peers, RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.credit import assess
 from areal_hpc.training.ranks import Ranks
@@ -307,7 +307,7 @@ def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
 
 
 def _proximal(
-    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Ranks
+    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Peers
 ) -> dict[int, Float32Array]:
     """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
 

@@ -592,7 +592,7 @@ def test_the_archive_gets_the_proximal_log_probs_of_every_rank_s_share(bad: tupl
 
     def keep(worlds: list[World]) -> None:
         for world, take in zip(worlds, (steps.append, lambda step: None), strict=True):
-            world.loop.archive, world.loop.backend = take, Telling([])
+            world.loop.archive, world.loop.backend = take, Telling([], world.backend.data_ranks)
         worlds[1].loop.fetch = damaged(worlds[1], *bad)
 
     two_ranks(keep, total_steps=2, groups_per_step=4, minibatches=2)
