@@ -30,7 +30,7 @@ from areal_hpc.types import GroupAddress
 from areal_hpc.waits import waiting
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
     from torch.distributed import ProcessGroup
 
 
@@ -129,7 +129,22 @@ def leave_group(group: ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
+def limit_of(group: ProcessGroup) -> float | None:
+    """Time limit, in seconds, of each operation on a group that ``join_group`` made; None for others."""
+    return _limits.get(group.group_name)
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The store by which the members of the group found each other."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._get_process_group_store(group)
+
+
 def meeting(what: str, group: ProcessGroup) -> AbstractContextManager[object]:
     """Names the wait of a trainer rank for the others, in a collective of ``group``."""
-    others = (f"trainer-{rank}" for rank in range(group.size()) if rank != group.rank())
-    return waiting(what, *others, limit_s=_limits.get(group.group_name))
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(group)
+    others = (f"trainer-{number}" for rank, number in enumerate(ranks) if rank != group.rank())
+    return waiting(what, *others, limit_s=limit_of(group))

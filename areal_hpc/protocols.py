@@ -218,10 +218,29 @@ class RolloutReader(Protocol):
     def stats(self) -> Mapping[str, float]: ...
 
 
+class Peers(Protocol):
+    """Ranks that may tell each other something."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, which is JSON data, by rank."""
+
+    def gather_floats(self, values: Float32Array) -> list[Float32Array]:
+        """Every rank's ``values`` [N], by rank; each has its own N."""
+
+
 class TrainerBackend(Protocol):
     """Owns model and optimizer on one rank; every call is collective over the trainer's ranks.
 
     A rank's share of a minibatch may be empty; the loss is a mean over the trainable tokens of all ranks.
+
+    share = plan[backend.data_ranks.rank]           # those among which sequences are dealt; ranks that hold parts of
+                                                    # one copy of the model are one of them, and get the same share
 
     proximal = backend.logprobs(batch)              # float32 [T], aligned with batch.token_ids
     backend.reference_logprobs(batch)               # of the frozen model; only where the algorithm has one
@@ -237,6 +256,9 @@ class TrainerBackend(Protocol):
     """
 
     kl_coef: float
+
+    @property
+    def data_ranks(self) -> Peers: ...
 
     def logprobs(self, batch: Batch) -> Float32Array: ...
 

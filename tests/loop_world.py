@@ -81,8 +81,8 @@ class Workers:
 class Backend:
     """Notes every call in ``calls`` and every minibatch in ``trained``."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.trained = calls, list[list[Batch]]()
+    def __init__(self, calls: list[str], data_ranks: Ranks) -> None:
+        self.calls, self.trained, self.data_ranks = calls, list[list[Batch]](), data_ranks
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
         self.calls.append("logprobs")
@@ -115,6 +115,7 @@ class World:
         checkpoint_every: int = 100,
         deterministic: bool = False,
         ranks: Ranks | None = None,
+        data_ranks: Ranks | None = None,
         ring: MemoryRing | None = None,
         **algorithm: Any,
     ) -> None:
@@ -128,7 +129,7 @@ class World:
         self.calls: list[str] = []
         self.journal: dict[int, list[int]] = {}
         self.records: list[dict[str, Any]] = []
-        self.backend = Backend(self.calls)
+        self.backend = Backend(self.calls, data_ranks or ranks)
         self.now = 0.0
         self.behind: list[bool] = []  # what is answered, last first
         self.settled = 0

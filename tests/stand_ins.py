@@ -30,6 +30,7 @@ from areal_hpc.fs import publish
 from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Float32Array, Message, Prompt
 from areal_hpc.weights.membership import Membership
 
@@ -38,6 +39,8 @@ ROWS = "rows.json"
 
 class Rows:
     """A ``TrainerBackend`` whose weights are the rows of the data set that each step was trained on."""
+
+    data_ranks = Ranks()
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []

@@ -101,6 +101,20 @@ def check_reference_backend(config: Config) -> Iterator[str]:
         )
 
 
+def check_megatron_backend(config: Config) -> Iterator[str]:
+    recipe = RECIPES.get(config.algorithm.name)  # another check names one that is unknown
+    if config.trainer.backend is TrainerBackendName.MEGATRON and recipe is not None and recipe.critic:
+        yield (
+            f"trainer.backend: megatron has no critic yet, which algorithm.name {config.algorithm.name} needs; set "
+            "trainer.backend=reference, or choose an algorithm without a critic"
+        )
+    if config.trainer.backend is TrainerBackendName.MEGATRON and is_offline(config.algorithm):
+        yield (
+            f"trainer.backend: megatron does not learn from data sets yet, as algorithm.name {config.algorithm.name} "
+            "does; set trainer.backend=reference"
+        )
+
+
 def check_engine_ranks(config: Config) -> Iterator[str]:
     generation = config.generation
     whole = generation.tensor_parallel * generation.pipeline_parallel == 1
@@ -285,6 +299,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_trainer_ranks,
     check_virtual_pipeline,
     check_reference_backend,
+    check_megatron_backend,
     check_engine_ranks,
     check_server_args,
     check_minibatches,

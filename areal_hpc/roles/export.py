@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import history
 from areal_hpc.config.load import load
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, ParallelConfig
 from areal_hpc.errors import CheckpointError, DataError
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
@@ -86,6 +87,7 @@ def _write(config: Config, source: Path, target: Path) -> None:
     from areal_hpc.roles.wiring.training import make_backend
     from areal_hpc.training.ranks import Ranks
 
-    backend = make_backend(config, Ranks())
+    alone = replace(config.trainer, ranks=1, parallel=ParallelConfig())  # a checkpoint fits any number of ranks
+    backend = make_backend(replace(config, trainer=alone), Ranks())
     backend.load(str(source))
     backend.export(str(target))

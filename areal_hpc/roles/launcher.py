@@ -46,6 +46,8 @@ CHANGEABLE = (
     "rollout.timeout_s",
     "run_root",
     "telemetry.",
+    "trainer.backend",
+    "trainer.parallel.",
     "trainer.ranks",
     "trainer.threads",
     "trainer.total_steps",

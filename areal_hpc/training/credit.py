@@ -23,8 +23,7 @@ from areal_hpc.algorithms.returns import gae, second_moment_bound, token_rewards
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig, KlPlace, ProximalMethod
 from areal_hpc.config.recipes import reference_of
-from areal_hpc.protocols import TrainerBackend
-from areal_hpc.training.ranks import Ranks
+from areal_hpc.protocols import Peers, TrainerBackend
 from areal_hpc.types import Batch
 
 
@@ -33,13 +32,14 @@ def assess(
     outcomes: Sequence[NDArray[np.float64]],
     backend: TrainerBackend,
     config: AlgorithmConfig,
-    ranks: Ranks,
+    ranks: Peers,
 ) -> list[Batch]:
     """The batches with all that the loss needs, by the weights that the step starts from.
 
     Args:
         batches: this rank's share of each minibatch; ``advantages`` are the trajectories' own.
         outcomes: for each batch what ``Algorithm.outcomes`` gave its sequences, [S] each.
+        ranks: those among which sequences are dealt.
     """
     if config.proximal is ProximalMethod.RECOMPUTE:
         batches = [batch.with_proximal(backend.logprobs(batch)) for batch in batches]
@@ -91,7 +91,7 @@ def _behaviour_kl(batch: Batch, config: AlgorithmConfig) -> NDArray[np.float64]:
     return np.where(counted, estimate.numpy(), 0.0)
 
 
-def _whitened(batches: Sequence[Batch], config: AlgorithmConfig, ranks: Ranks) -> list[Batch]:
+def _whitened(batches: Sequence[Batch], config: AlgorithmConfig, ranks: Peers) -> list[Batch]:
     """Advantages of trainable tokens normalised over all minibatches of all ranks."""
     parts = [batch.advantages[batch.loss_mask].astype(np.float64) for batch in batches]
     return [
@@ -107,7 +107,7 @@ def _placed(of_trainable: NDArray[np.float64], batch: Batch) -> NDArray[np.float
     return placed
 
 
-def _within_second_moment(batches: Sequence[Batch], threshold: float, ranks: Ranks) -> list[Batch]:
+def _within_second_moment(batches: Sequence[Batch], threshold: float, ranks: Peers) -> list[Batch]:
     """Leave out the tokens whose policies differ most, until the mean square of the rest is below the threshold."""
     squares = [_squared_log_ratio(batch) for batch in batches]
     finite = [np.isfinite(square) for square in squares]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shutil
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from areal_hpc.fs import publish_json, read_json
 
@@ -20,6 +24,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+GENERATION = "generation_config.json"
+SHARD_BYTES = 4 << 30
 
 
 def add_what_older_readers_need(config: Path) -> None:
@@ -48,3 +54,52 @@ def follow_umask(directory: Path) -> None:
     mode = stat.S_IMODE(directory.stat().st_mode) & 0o666
     for path in directory.iterdir():
         path.chmod(mode)
+
+
+def write_checkpoint(
+    weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a Hugging Face checkpoint directory: ``weights`` in files of about ``shard_bytes``, the rest as ``source``.
+
+    At most one file's tensors are in memory at a time.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    file_of: dict[str, int] = {}
+    dtypes: set[str] = set()
+    num_bytes = 0
+    for number, shard in enumerate(_shards(weights, shard_bytes)):
+        save_file(shard, target / f"{number}.part", metadata={"format": "pt"})
+        file_of |= dict.fromkeys(shard, number)
+        num_bytes += sum(tensor.nbytes for tensor in shard.values())
+        dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in shard.values()}
+    names = _file_names(max(file_of.values()) + 1)
+    for number, name in enumerate(names):
+        (target / f"{number}.part").rename(target / name)
+    if len(names) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": {name: names[n] for name, n in file_of.items()}}
+        publish_json(target / "model.safetensors.index.json", index)
+    (dtype,) = dtypes
+    publish_json(target / "config.json", {**read_json(source / "config.json"), "dtype": dtype, "torch_dtype": dtype})
+    add_what_older_readers_need(target / "config.json")
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, target / GENERATION)
+    copy_tokenizer(source, target)
+    follow_umask(target)
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in host memory, in pieces that are full once they have ``shard_bytes``."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        shard[name] = tensor.to("cpu", copy=True)
+        if sum(one.nbytes for one in shard.values()) >= shard_bytes:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]

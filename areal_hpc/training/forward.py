@@ -26,18 +26,21 @@ from areal_hpc.waits import advance
 IntArray = NDArray[np.int64]
 
 
-def parts(batch: Batch, tokens_per_microbatch: int, *, together: int = 1) -> Iterator[tuple[Batch, IntArray]]:
+def parts(
+    batch: Batch, tokens_per_microbatch: int, *, together: int = 1, padded: bool = True
+) -> Iterator[tuple[Batch, IntArray]]:
     """Parts of the batch and where their tokens stand in it; sequences without a trainable token are left out.
 
     Args:
         together: so many sequences in a row are in one part, in their order; each of them has a trainable token.
+        padded: rows of one width, which is what ``forward`` computes; a backend that packs sequences does without.
     """
     mask, starts = batch.loss_mask, batch.boundaries[:-1]
     assert not mask[starts[batch.lengths > 0]].any(), "no model predicts the first token of a sequence"
     trains = trained_sequences(batch)
     assert together == 1 or trains.size == batch.num_sequences, "a member of a pair has no trainable token"
     widths = batch.lengths[trains].reshape(-1, together).max(axis=1, initial=0)
-    for units in microbatches(widths, tokens_per_microbatch // together, padded=True):
+    for units in microbatches(widths, tokens_per_microbatch // together, padded=padded):
         sequences = [int(trains[i]) for i in spread(units, together)]
         where = np.concatenate([np.arange(starts[s], batch.boundaries[s + 1]) for s in sequences])
         yield batch.select(sequences), where

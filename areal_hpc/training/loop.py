@@ -32,7 +32,7 @@ from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.protocols import RolloutReader, TrainerBackend
+from areal_hpc.protocols import Peers, RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.credit import assess
 from areal_hpc.training.ranks import Ranks
@@ -186,19 +186,20 @@ class TrainingLoop:
             lengths=lengths,
             generated=[count for ref in refs for count in ref.generated],
             num_minibatches=self.algorithm.minibatches,
-            num_ranks=self.ranks.size,
+            num_ranks=self.backend.data_ranks.size,
             seed=self.pace.seed + self.step,
             together=find(self.algorithm.name).data.together,
         )
-        needed = {owners[i][0] for minibatch in plan for i in minibatch[self.ranks.rank]}
+        dealt = self.backend.data_ranks
+        needed = {owners[i][0] for minibatch in plan for i in minibatch[dealt.rank]}
         groups, damaged = self._fetch(refs, sorted(needed))
         trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
         readable = [[[i for i in share if not damaged[owners[i][0]]] for share in minibatch] for minibatch in plan]
-        mine = [minibatch[self.ranks.rank] for minibatch in readable]
+        mine = [minibatch[dealt.rank] for minibatch in readable]
         minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in mine]
-        minibatches = assess(minibatches, [outcomes[share] for share in mine], self.backend, self.algorithm, self.ranks)
+        minibatches = assess(minibatches, [outcomes[share] for share in mine], self.backend, self.algorithm, dealt)
         if self.archive is not None:
-            proximal = _proximal(readable, lengths, minibatches, self.ranks)
+            proximal = _proximal(readable, lengths, minibatches, dealt)
             self.archive(self._made_of(refs, damaged, outcomes, proximal))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
@@ -306,7 +307,7 @@ def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
 
 
 def _proximal(
-    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Ranks
+    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Peers
 ) -> dict[int, Float32Array]:
     """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
 

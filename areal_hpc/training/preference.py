@@ -20,6 +20,7 @@ from areal_hpc.algorithms.table import find
 from areal_hpc.scorer import load_scorer, scores
 from areal_hpc.training.forward import forward, sequence_of_token
 from areal_hpc.training.reference import ReferenceBackend
+from areal_hpc.training.updates import sums
 from areal_hpc.types import Batch
 
 
@@ -47,7 +48,7 @@ class PreferenceBackend(ReferenceBackend):
         )
 
     def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
-        return self._sums([batch.num_sequences // 2 for batch in minibatches])
+        return sums([batch.num_sequences // 2 for batch in minibatches], self._ranks)
 
 
 class RewardModelBackend(PreferenceBackend):

@@ -31,8 +31,7 @@ from areal_hpc import accelerator
 from areal_hpc.algorithms import table
 from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.logprobs import token_logprobs
-from areal_hpc.algorithms.objective import LossInputs
-from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
+from areal_hpc.algorithms.stats import Stats
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
@@ -40,12 +39,13 @@ from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.training.critic import Critic
 from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer, follow_umask
-from areal_hpc.training.forward import forward, parts, sequence_of_token
+from areal_hpc.training.forward import forward, parts
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.snapshot import HostCopy, write_tensors
+from areal_hpc.training.updates import account, loss_divisors, loss_inputs, microbatch_stats, reduced, sums
 from areal_hpc.types import Batch, Float32Array
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ReferenceBackend:
         self._loss = loss or table.find(algorithm.name).loss
         self._source, self._seed, self._step = Path(model_path), seed, 0
         self._device = torch.device(device or accelerator.detect().device)
-        self._ranks = Ranks(group, str(self._device))
+        self._ranks = self.data_ranks = Ranks(group, str(self._device))
         self._together = table.find(algorithm.name).data.together
         self._model = self._load_model(self._source).to(self._device)
         self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
@@ -161,9 +161,6 @@ class ReferenceBackend:
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _tensor_or_none(self, array: np.ndarray[Any, Any] | None) -> Tensor | None:
-        return None if array is None else self._tensor(array)
-
     # Training
 
     def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
@@ -172,7 +169,7 @@ class ReferenceBackend:
         A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
         """
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
-        totals = self._sums([batch.num_trainable for batch in minibatches])
+        totals = sums([batch.num_trainable for batch in minibatches], self._ranks)
         divisors = self._divisors(minibatches, totals)
         stats: list[Stats] = []
         norms: list[float] = []
@@ -183,51 +180,36 @@ class ReferenceBackend:
             stats += [self._backward(part, divisor) for part in self._parts(batch)]
             self._optimizer.reduce(self._ranks.group)
             norms.append(self._optimizer.step(lr))
-        applied = [norm for norm in norms if math.isfinite(norm)]
-        reduced = self._reduced(stats)
-        self.kl_coef = adapted(self.kl_coef, reduced.get("reference_kl", math.nan), self._algorithm.kl)
+        told = reduced(stats, self._ranks)
+        self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
         learned = self._train_critic(minibatches, totals, lr)
         self._step += 1
         return {
             "loss": math.nan,  # unless something was trained on
-            **reduced,
+            **told,
             **learned,
             **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
-            "lr": lr,
-            "grad_norm": sum(applied) / len(applied) if applied else math.nan,
-            "trainable_tokens": float(sum(totals)),
-            "updates": float(len(applied)),
-            "skipped_nonfinite": float(len(norms) - len(applied)),
-            "skipped_empty": float(len(minibatches) - len(norms)),
+            **account(norms, totals, lr),
         }
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Mapping[str, float]:
         """Loss and its statistics on this rank's share of held-out data, over all ranks; nothing is trained."""
-        return self._reduced([self._losses(part)[1] for part in self._parts(batch)])
+        return reduced([self._losses(part)[1] for part in self._parts(batch)], self._ranks)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         found = parts(batch, self._config.tokens_per_microbatch, together=self._together)
         return (part for part, _ in found)
 
-    def _sums(self, numbers: Sequence[int]) -> list[int]:
-        """Each number summed over the ranks."""
-        return [sum(of_ranks) for of_ranks in zip(*self._ranks.gather(list(numbers)), strict=True)]
-
     def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
-        """What the sum of each minibatch's token losses is divided by: its trainable tokens, or a constant for each
-        trajectory, so that a long answer does not weigh less token by token (Dr. GRPO, arXiv:2503.20783).
-        """
-        if self._algorithm.length_normaliser == 0:
-            return list(totals)
-        sequences = self._sums([batch.num_sequences for batch in minibatches])
-        return [count * self._algorithm.length_normaliser for count in sequences]
+        """What the sum of each minibatch's losses is divided by."""
+        return loss_divisors(minibatches, totals, self._algorithm, self._ranks)
 
     def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
         if self._critic is None:
             return {}
         stats, norms = self._critic.train(minibatches, totals, lr)
-        return {**self._reduced(stats), "value_grad_norm": sum(norms) / len(norms) if norms else math.nan}
+        return {**reduced(stats, self._ranks), "value_grad_norm": sum(norms) / len(norms) if norms else math.nan}
 
     def _backward(self, batch: Batch, divisor: int) -> Stats:
         """Add one micro-batch's gradient of (sum of its losses / divisor)."""
@@ -239,36 +221,9 @@ class ReferenceBackend:
         """The losses of a micro-batch with gradient, one for each token, and their statistics."""
         logprobs, entropy = self._forward(self._model, batch, with_entropy=True)
         assert entropy is not None
-        mask = self._tensor(batch.loss_mask)
-        inputs = LossInputs(
-            current=logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs),
-            proximal=self._tensor_or_none(batch.proximal),
-            behaviour=self._tensor(batch.behaviour),
-            advantages=self._tensor(batch.advantages),
-            mask=mask,
-            segments=self._tensor(sequence_of_token(batch)),
-            versions=self._tensor(batch.versions),
-            version_now=self._step + 1,
-            reference=self._tensor_or_none(batch.reference),
-            eligible=self._tensor_or_none(batch.eligible),
-            kl_coef=self.kl_coef,
-        )
+        inputs = loss_inputs(batch, logprobs, version_now=self._step + 1, kl_coef=self.kl_coef)
         output = self._loss(inputs, self._algorithm)
-        return output.per_token, {
-            **output.stats,
-            "loss": mean_of(output.per_token, mask),
-            "entropy": mean_of(entropy, torch.ones_like(entropy, dtype=torch.bool)),
-        }
-
-    def _reduced(self, parts: Sequence[Stats]) -> dict[str, float]:
-        """Statistics over all micro-batches of all ranks; a rank without any has no names to offer."""
-        local = {name: (float(first), int(count)) for name, (first, count) in merge(parts).items()}
-        ranks = [
-            {name: (torch.tensor(first), torch.tensor(count)) for name, (first, count) in stats.items()}
-            for stats in self._ranks.gather(local)
-            if stats
-        ]
-        return finish(merge(ranks))
+        return output.per_token, microbatch_stats(output, inputs.mask, entropy)
 
     # Weights and checkpoints
 

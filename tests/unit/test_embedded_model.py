@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from areal_hpc.errors import DataError, WeightUpdateError
-from areal_hpc.generation.embedded.architecture import read_architecture
 from areal_hpc.generation.embedded.cache import KVCache
 from areal_hpc.generation.embedded.model import Model, load_model
+from areal_hpc.pretrained.architecture import read_architecture
 
 LLAMA3 = {
     "rope_type": "llama3",

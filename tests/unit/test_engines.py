@@ -12,7 +12,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 from areal_hpc.roles.wiring import engines
-from areal_hpc.roles.wiring.engines import check_model, make_model
+from areal_hpc.roles.wiring.engines import check_model_path, make_model
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
@@ -50,9 +50,9 @@ def test_B3_a_model_that_is_there_is_not_written_again(tmp_path: Path, monkeypat
 
 
 def test_a_model_that_is_there_needs_no_maker_any_more(tmp_path: Path) -> None:
-    check_model(config_of(tmp_path, 1))
+    check_model_path(config_of(tmp_path, 1))
     with pytest.raises(ConfigError, match=r"model\.maker = 'test:make' cannot be imported"):
-        check_model(config_of(tmp_path / "missing", 1))
+        check_model_path(config_of(tmp_path / "missing", 1))
 
 
 def test_a_file_in_the_models_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ GROUND = {
     "config",
     "dialogue",
     "algorithms",
+    "pretrained",
 }
 WINGS = {
     "prompts",
@@ -176,7 +177,7 @@ def test_every_file_says_what_it_is(path: Path) -> None:
 def test_no_device_is_named_outside_the_accelerator() -> None:
     """K6: a CUDA-only call outside the device layer breaks every other device."""
     for path in FILES:
-        if path.name == "accelerator.py":
+        if path.name in ("accelerator.py", "compat.py"):  # compat.py answers what megatron asks of a device
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             attribute = node.attr if isinstance(node, ast.Attribute) else ""

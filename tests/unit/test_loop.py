@@ -202,6 +202,14 @@ def test_two_ranks_share_each_step_without_overlap() -> None:
     assert worlds[0].records and not worlds[1].records
 
 
+def test_ranks_that_hold_one_copy_of_the_model_are_dealt_the_same_sequences() -> None:
+    worlds, finished = two_ranks(lambda _: None, total_steps=3, groups_per_step=4, minibatches=2, data_ranks=Ranks())
+    assert finished == [True, True]
+    assert worlds[0].trained() == worlds[1].trained()
+    assert len(worlds[0].trained()) == 3 * 4 * GROUP_SIZE
+    assert worlds[0].records and not worlds[1].records
+
+
 def test_what_one_rank_cannot_read_is_left_out_on_both() -> None:
     def damage(worlds: list[World]) -> None:
         worlds[1].loop.fetch = damaged(worlds[1], 0, 1, 2, 3)
@@ -278,7 +286,7 @@ def test_the_archive_gets_the_proximal_log_probs_of_every_rank_s_share(bad: tupl
 
     def keep(worlds: list[World]) -> None:
         for world, take in zip(worlds, (steps.append, lambda step: None), strict=True):
-            world.loop.archive, world.loop.backend = take, Telling([])
+            world.loop.archive, world.loop.backend = take, Telling([], world.backend.data_ranks)
         worlds[1].loop.fetch = damaged(worlds[1], *bad)
 
     two_ranks(keep, total_steps=2, groups_per_step=4, minibatches=2)

@@ -13,7 +13,7 @@ from areal_hpc.config.paths import PATHS, anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import DataError
 from areal_hpc.prompts import open_dataset
-from areal_hpc.roles.wiring.engines import check_model
+from areal_hpc.roles.wiring.engines import check_model_path
 
 LAYER = """\
 name: small
@@ -65,4 +65,4 @@ def test_what_is_not_there_is_named_with_where_it_was_looked_for(
     with pytest.raises(DataError, match=rf"data set {tmp_path}/data/train\.jsonl does not exist \(a relative path is"):
         open_dataset(config.prompts, "train", 1)
     with pytest.raises(DataError, match=rf"no directory {tmp_path}/models/tiny \(a relative path is looked for from"):
-        check_model(config)
+        check_model_path(config)

@@ -132,6 +132,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer__ranks": 2, "trainer__parallel__tensor": 2},
         "trainer.backend: reference is data-parallel only",
     ),
+    "check_megatron_backend": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "algorithm__name": "ppo"},
+        "trainer.backend: megatron has no critic yet, which algorithm.name ppo needs",
+    ),
+    "check_megatron_backend, data sets": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "algorithm__name": "sft", "rollout__reward": ""},
+        "trainer.backend: megatron does not learn from data sets yet, as algorithm.name sft does",
+    ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),

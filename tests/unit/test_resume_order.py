@@ -116,6 +116,8 @@ class Run:
 
     # TrainerBackend
 
+    data_ranks = Ranks()
+
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
         return batch.behaviour
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import torch
 
-from areal_hpc.generation.embedded.architecture import Architecture
+from areal_hpc.pretrained.architecture import Architecture
 
 
 class KVCache:

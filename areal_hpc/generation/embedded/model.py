@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
-from areal_hpc.errors import WeightUpdateError
-from areal_hpc.generation.embedded.architecture import Architecture, inverse_frequencies, read_architecture
+from areal_hpc.errors import DataError, WeightUpdateError
 from areal_hpc.generation.embedded.cache import KVCache
-from areal_hpc.generation.embedded.checkpoint import check_shapes, read_weights
+from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies, read_architecture
+from areal_hpc.pretrained.files import check_shapes, read_weights
 
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A buffer that old checkpoints carry; it follows from config.json."""
@@ -226,7 +226,13 @@ def load_model(directory: Path, dtype: torch.dtype, max_tokens: int) -> Model:
         DataError: an architecture that is not computed here, or weights that do not fit config.json.
         WeightUpdateError: the checkpoint holds a tensor that the architecture does not have.
     """
-    model = Model(read_architecture(directory), dtype, max_tokens)
+    architecture = read_architecture(directory)
+    if architecture.experts is not None:
+        raise DataError(
+            f"{directory}: the embedded engine does not compute model_type {architecture.family!r}, which has experts; "
+            "set generation.backend to sglang for this one"
+        )
+    model = Model(architecture, dtype, max_tokens)
     check_shapes(directory, model.shapes)
     model.load_weights(read_weights(directory))
     return model

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from areal_hpc.buckets import checksum, dtype_named, num_bytes
 from areal_hpc.collective import interfaces, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.generation.embedded.checkpoint import check_shapes, read_weights
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
+from areal_hpc.pretrained.files import check_shapes, read_weights
 from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 

@@ -48,7 +48,7 @@ def dotted(path: str, key: str) -> Any:
         ) from error
 
 
-def check_model(config: Config) -> None:
+def check_model_path(config: Config) -> None:
     """See that there is a model, or how to make it.
 
     Raises:

@@ -11,10 +11,11 @@ from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
-from areal_hpc.roles.wiring.engines import check_model, dotted
+from areal_hpc.roles.wiring.engines import check_model_path, dotted
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.rollout.reward_pool import RewardPool
+from areal_hpc.training.megatron.requirements import check_model, require_megatron
 
 
 def preflight(config: Config) -> None:
@@ -25,7 +26,7 @@ def preflight(config: Config) -> None:
         ConfigError: this version cannot start a backend; a workflow, reward, loss or model's maker cannot be imported.
     """
     _refuse_what_cannot_start(config)
-    check_model(config)
+    check_model_path(config)
     if Path(config.model.path).is_dir():
         check_made(config)
     if config.algorithm.loss:
@@ -48,8 +49,8 @@ def preflight(config: Config) -> None:
 def _refuse_what_cannot_start(config: Config) -> None:
     if config.generation.backend is not EngineName.EMBEDDED:
         raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
-    if config.trainer.backend is not TrainerBackendName.REFERENCE:
-        raise ConfigError(f"trainer.backend: this version has no {config.trainer.backend} trainer; use reference")
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        require_megatron()
 
 
 def check_made(config: Config) -> None:
@@ -62,6 +63,8 @@ def check_made(config: Config) -> None:
         check_answers(config)
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        check_model(Path(config.model.path), config.trainer.parallel)
 
 
 def check_vocabulary(model: str, reference: str) -> None:

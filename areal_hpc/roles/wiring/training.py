@@ -71,9 +71,21 @@ def join_ranks(process: RoleProcess) -> Ranks:
 
 
 def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
-    assert config.trainer.backend is TrainerBackendName.REFERENCE, "preflight lets no other pass"
     if config.deterministic:
         compute_deterministically()
+    loss = dotted(config.algorithm.loss, "algorithm.loss") if config.algorithm.loss else None
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        from areal_hpc.training.megatron.backend import MegatronBackend
+
+        return MegatronBackend(
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            algorithm=config.algorithm,
+            trainer=config.trainer,
+            temperature=config.rollout.sampling.temperature,
+            ranks=ranks,
+            loss=loss,
+        )
     from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend
     from areal_hpc.training.reference import ReferenceBackend
 
@@ -87,7 +99,7 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
         seed=config.seed,
         group=ranks.group,
         device=ranks.device,
-        loss=dotted(config.algorithm.loss, "algorithm.loss") if config.algorithm.loss else None,
+        loss=loss,
     )
 
 

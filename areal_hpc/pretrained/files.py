@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -45,6 +46,31 @@ def read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 yield name, file.get_tensor(name)
+
+
+class TensorFiles:
+    """Tensors of safetensors files by name, each read when it is asked for."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        # Read, not mapped: of a mapped file a bad disk would be a SIGBUS.
+        files: list[Any] = [safe_open(path, framework="pt", backend="pread") for path in paths]
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._where = paths[0].parent
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor.
+
+        Raises:
+            DataError: there is none of that name.
+        """
+        if name not in self._file_of:
+            raise DataError(f"{self._where} lacks {name}, which its config.json asks for; complete the checkpoint")
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
 
 
 def check_shapes(directory: Path, needed: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,6 +1,7 @@
-"""What a checkpoint's ``config.json`` says of a dense decoder, checked: Llama, Qwen2 and Qwen3.
+"""What a checkpoint's ``config.json`` says of a decoder, checked: Llama, Qwen2, Qwen3, and Qwen3 with experts.
 
-Everything that our forward pass does not compute is refused here, by name, before a weight is read.
+Everything that our own forward passes (the embedded engine's, the Megatron trainer's) do not compute is refused here,
+by name, before a weight is read.
 """
 
 from __future__ import annotations
@@ -9,20 +10,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+if TYPE_CHECKING:
+    import torch
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_VARIANTS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture that stands in place of each layer's feed-forward block."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    renormalised: bool
+    """Whether the weights of a token's chosen experts add up to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Shapes and switches of one dense decoder."""
+    """Shapes and switches of one decoder."""
 
     family: str
     vocab_size: int
@@ -41,6 +54,7 @@ class Architecture:
     rope: Mapping[str, Any]
     """``rope_type``, ``rope_theta`` and what the variant needs."""
     eos_token_ids: frozenset[int]
+    experts: Experts | None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -51,7 +65,7 @@ def read_architecture(directory: Path) -> Architecture:
     """The architecture of the checkpoint in ``directory``.
 
     Raises:
-        DataError: no config.json, or a model that the embedded engine does not compute.
+        DataError: no config.json, or a model that we do not compute.
     """
     config = _read_config(directory)
     _refuse_what_is_not_computed(config, directory)
@@ -70,10 +84,11 @@ def read_architecture(directory: Path) -> Architecture:
         max_positions=config["max_position_embeddings"],
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         tied=bool(config.get("tie_word_embeddings", False)),
         rope=_rope_parameters(config, directory),
         eos_token_ids=_eos_token_ids(config, directory),
+        experts=_experts(config) if family == "qwen3_moe" else None,
     )
 
 
@@ -94,13 +109,25 @@ def _refuse_what_is_not_computed(config: Mapping[str, Any], directory: Path) -> 
         "sliding-window attention": bool(config.get("use_sliding_window")) or bool(layer_types),
         "mlp_bias": bool(config.get("mlp_bias")),
         "partial rotary embeddings": config.get("partial_rotary_factor", 1.0) != 1.0,
+        "dense layers between mixtures": bool(config.get("mlp_only_layers"))
+        or config.get("decoder_sparse_step", 1) != 1,
     }
     for what, found in refused.items():
         if found:
             raise DataError(
-                f"{directory}: the embedded engine does not compute {what}; it runs dense "
-                f"{', '.join(FAMILIES)} checkpoints, so set generation.backend to sglang for this one"
+                f"{directory}: the embedded engine and the Megatron trainer do not compute {what}; they run "
+                f"{', '.join(FAMILIES)} checkpoints, so set generation.backend to sglang and trainer.backend to "
+                "reference for this one"
             )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    return Experts(
+        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],  # transformers 5
+        num_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        renormalised=bool(config.get("norm_topk_prob", False)),
+    )
 
 
 def _rope_parameters(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -110,8 +137,8 @@ def _rope_parameters(config: Mapping[str, Any], directory: Path) -> dict[str, An
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if rope["rope_type"] not in ROPE_VARIANTS:
         raise DataError(
-            f"{directory}: rotary variant {rope['rope_type']!r} is not known to the embedded engine; "
-            f"it computes {', '.join(ROPE_VARIANTS)}"
+            f"{directory}: rotary variant {rope['rope_type']!r} is not known to the embedded engine and the Megatron "
+            f"trainer; they compute {', '.join(ROPE_VARIANTS)}, so choose another model"
         )
     return rope
 
@@ -133,6 +160,8 @@ def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
     ``linear`` divides all of them by the factor. ``llama3`` (The Llama 3 Herd of Models, 3.1 release) divides those
     whose wavelength exceeds the original context and blends in between.
     """
+    import torch
+
     rope, dim = architecture.rope, architecture.head_dim
     frequencies: torch.Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope["rope_type"] == "linear":

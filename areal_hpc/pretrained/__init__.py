@@ -1,0 +1,1 @@
+"""What a Hugging Face checkpoint directory says of its model, and its weights."""

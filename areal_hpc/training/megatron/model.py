@@ -1,0 +1,181 @@
+"""Megatron's GPT in the shape of a Hugging Face checkpoint, its head left to whoever wants log-probs.
+
+    chunks = build(architecture, parallel, dtype)           this rank's layers; several with virtual pipeline stages
+    hidden = chunks[-1](token_ids, None, None, packed_seq_params=...)
+
+Two parts are ours, on every device: attention over packed sequences, and RMSNorm as transformers computes it. Weights
+are left as memory was found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from areal_hpc import accelerator
+from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies
+from areal_hpc.training.megatron.attention import PackedAttention
+from areal_hpc.training.megatron.names import Split, first_layer, weight_of
+
+
+class RMSNorm(torch.nn.Module):
+    """Mean square and root in float32, rounded, then scaled: the order of transformers, and of the engines.
+
+    Megatron's own needs Transformer Engine for sequence parallelism.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
+        # Each rank sees its own tokens only: Megatron then sums this weight's gradient over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+def _device() -> str:
+    return accelerator.detect().device
+
+
+def build(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
+    """This rank's chunks of the model, weights unset."""
+    config = transformer_config(architecture, parallel, dtype)
+    chunks = parallel.virtual_pipeline
+    return [_build_chunk(architecture, config, number if chunks > 1 else None) for number in range(chunks)]
+
+
+def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> Any:
+    """What Megatron calls the model."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    interleaved = parallel.virtual_pipeline > 1
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.intermediate_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        layernorm_epsilon=architecture.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Interleaved, the same two ranks exchange several tensors at a time: batched, they would meet in wrong pairs.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=_device() == accelerator.CPU.device,
+        perform_initialization=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 (asked for by variable lengths, also of dense models)
+        **_mixture(architecture),
+    )
+
+
+def _mixture(architecture: Architecture) -> dict[str, Any]:
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        # Softmax over the chosen ones alone is softmax over all, renormalised.
+        "moe_router_pre_softmax": not experts.renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _build_chunk(architecture: Architecture, config: Any, number: int | None) -> Any:
+    from megatron.core import parallel_state
+
+    stage = {"ignore_virtual": number is None, "vp_stage": number}
+    model = _policy_class()(
+        config=config,
+        transformer_layer_spec=_block(config, number),
+        vocab_size=padded_vocabulary(architecture, config.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        vp_stage=number,
+    )
+    # Float32 whatever the model computes in: rounded frequencies drift with the position.
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(_device())
+    _mark_split_weights(model)
+    return model
+
+
+def padded_vocabulary(architecture: Architecture, tensor: int) -> int:
+    """Words with as many added as make equal shares."""
+    return -(-architecture.vocab_size // tensor) * tensor
+
+
+def _policy_class() -> Any:
+    from megatron.core.models.gpt import GPTModel
+
+    class Policy(GPTModel):  # type: ignore[misc]
+        """GPT that answers with its last hidden states [T, 1, H], not with logits of every word."""
+
+        def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            return hidden_states
+
+    assert hasattr(GPTModel, "_postprocess"), "this Megatron computes its logits elsewhere"
+    return Policy
+
+
+def _block(config: Any, number: int | None) -> Any:
+    """The specification of this chunk's layers, with our attention and norms in it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=number)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _mark_split_weights(model: Any) -> None:
+    """Say which weights tensor-parallel ranks hold parts of: where Megatron does not initialise, it does not mark.
+
+    Unmarked, the parts of all but the first rank would be missing from the gradient's norm, and clipping be wrong.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for name, parameter in model.named_parameters():
+        split = weight_of(name, first_layer(model)).split
+        if split is not Split.WHOLE and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, int(split is Split.INPUTS), 1)

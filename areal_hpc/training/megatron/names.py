@@ -1,0 +1,138 @@
+"""Megatron's parameters in Hugging Face names: what each is called there, how a whole becomes parts, and parts a whole.
+
+    weight = weight_of("decoder.layers.0.self_attention.linear_qkv.weight", first_layer=4)
+    weight.names                                    ("model.layers.4.self_attn.q_proj.weight", k_proj, v_proj)
+    cut(weight, tensors, shape, ranks, rank)        whole tensors in these names -> the part of one rank
+    joined(weight, parts, shape)                    the parts of all ranks -> whole tensors in these names
+
+Every value is copied and none computed with, so there and back is bit for bit the same. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from areal_hpc.pretrained.architecture import Architecture
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Split(StrEnum):
+    """How tensor-parallel ranks share a weight."""
+
+    WHOLE = "whole"  # every rank holds all of it
+    WORDS = "words"  # rows, with rows of zeros added to make the shares equal
+    INPUTS = "inputs"  # columns
+    GATED = "gated"  # rows of the gate, then the same rows of the up projection
+    ATTENTION = "attention"  # for each group of heads its queries, then its key, then its value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One Megatron parameter, in the names of the whole model."""
+
+    names: tuple[str, ...]
+    split: Split
+    expert: int | None = None  # which one's it is
+
+
+_LAYER: Final = r"decoder\.layers\.(?P<layer>\d+)\."
+_EXPERT: Final = _LAYER + r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
+_RULES: Final[tuple[tuple[str, Split, tuple[str, ...]], ...]] = (
+    (r"embedding\.word_embeddings\.weight", Split.WORDS, (EMBEDDING,)),
+    (r"output_layer\.weight", Split.WORDS, (HEAD,)),
+    (r"decoder\.final_layernorm\.weight", Split.WHOLE, ("model.norm.weight",)),
+    (_LAYER + r"input_layernorm\.weight", Split.WHOLE, ("input_layernorm.weight",)),
+    (_LAYER + r"pre_mlp_layernorm\.weight", Split.WHOLE, ("post_attention_layernorm.weight",)),
+    (
+        _LAYER + r"self_attention\.linear_qkv\.(?P<kind>weight|bias)",
+        Split.ATTENTION,
+        ("self_attn.q_proj.{kind}", "self_attn.k_proj.{kind}", "self_attn.v_proj.{kind}"),
+    ),
+    (_LAYER + r"self_attention\.linear_proj\.weight", Split.INPUTS, ("self_attn.o_proj.weight",)),
+    (_LAYER + r"self_attention\.q_layernorm\.weight", Split.WHOLE, ("self_attn.q_norm.weight",)),
+    (_LAYER + r"self_attention\.k_layernorm\.weight", Split.WHOLE, ("self_attn.k_norm.weight",)),
+    (_LAYER + r"mlp\.linear_fc1\.weight", Split.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    (_LAYER + r"mlp\.linear_fc2\.weight", Split.INPUTS, ("mlp.down_proj.weight",)),
+    (_LAYER + r"mlp\.router\.weight", Split.WHOLE, ("mlp.gate.weight",)),
+    (
+        _EXPERT + r"linear_fc1\.weight",
+        Split.GATED,
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    ),
+    (_EXPERT + r"linear_fc2\.weight", Split.INPUTS, ("mlp.experts.{expert}.down_proj.weight",)),
+)
+_COMPILED: Final = tuple((re.compile(pattern), split, names) for pattern, split, names in _RULES)
+
+
+def weight_of(name: str, first_layer: int = 0, first_expert: int = 0) -> Weight:
+    """What Megatron's parameter ``name`` is in the whole model.
+
+    Args:
+        first_layer: number, in the whole model, of the first layer of this chunk.
+        first_expert: the same of the first expert on this rank.
+    """
+    for pattern, split, names in _COMPILED:
+        if found := pattern.fullmatch(name):
+            groups = found.groupdict()
+            expert = int(groups["expert"]) + first_expert if "expert" in groups else None
+            prefix = f"model.layers.{int(groups['layer']) + first_layer}." if "layer" in groups else ""
+            values = {"kind": groups.get("kind"), "expert": expert}
+            return Weight(names=tuple(prefix + one.format(**values) for one in names), split=split, expert=expert)
+    raise AssertionError(f"no rule for Megatron's parameter {name}")
+
+
+def first_layer(chunk: Any) -> int:
+    """Number, in the whole model, of the first layer of Megatron's ``chunk``."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    return int(get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage))
+
+
+def cut(weight: Weight, tensors: Sequence[Tensor], model: Architecture, ranks: int, rank: int) -> Tensor:
+    """Rank's part of the whole ``tensors``, which stand in the order of ``weight.names``."""
+    match weight.split:
+        case Split.WHOLE:
+            return tensors[0]
+        case Split.WORDS:
+            rows = -(-model.vocab_size // ranks)
+            part = tensors[0][rank * rows : (rank + 1) * rows]
+            return pad(part, (0, 0, 0, rows - part.shape[0]))
+        case Split.INPUTS:
+            return tensors[0].chunk(ranks, 1)[rank]
+        case Split.GATED:
+            return torch.cat([tensor.chunk(ranks)[rank] for tensor in tensors])
+        case Split.ATTENTION:
+            groups = [_groups(tensor, model).chunk(ranks)[rank] for tensor in tensors]
+            return torch.cat(groups, 1).flatten(0, 1)
+
+
+def joined(weight: Weight, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+    """Whole tensors, in the order of ``weight.names``, from the parts of all ranks."""
+    match weight.split:
+        case Split.WHOLE:
+            return [parts[0]]
+        case Split.WORDS:
+            return [torch.cat(list(parts))[: model.vocab_size]]
+        case Split.INPUTS:
+            return [torch.cat(list(parts), 1)]
+        case Split.GATED:
+            halves = [part.chunk(2) for part in parts]
+            return [torch.cat(half) for half in zip(*halves, strict=True)]
+        case Split.ATTENTION:
+            sizes = [size // model.num_kv_heads for size in model.qkv_sizes]
+            return [part.flatten(0, 1) for part in torch.split(_groups(torch.cat(list(parts)), model), sizes, 1)]
+
+
+def _groups(tensor: Tensor, model: Architecture) -> Tensor:
+    """The rows by groups of heads that share a key: [groups, rows of each, ...]."""
+    return tensor.reshape(model.num_kv_heads, -1, *tensor.shape[1:])

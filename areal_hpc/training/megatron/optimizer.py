@@ -1,0 +1,156 @@
+"""Megatron's distributed AdamW behind the words of ours: float32 masters and moments, shared by data-parallel ranks.
+
+    optimizer = SplitOptimizer(chunks, config, dtype)       weights are loaded afterwards, by ``set_master``
+    optimizer.zero_grad()
+    ... forward and backward through optimizer.chunks ...   their gradients are summed over ranks by Megatron
+    norm = optimizer.step(lr)                               changes nothing where the norm is not finite
+
+Each data-parallel rank keeps masters and moments of one range of every weight that it holds. ``master`` and ``moment``
+put the ranges together again, in this rank's part of the weight, and the setters take such parts apart: bit for bit, so
+what was saved on one layout goes on from the same numbers on any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from areal_hpc.collective import meeting
+from areal_hpc.config.schema import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SplitOptimizer:
+    """Takes over ``chunks`` as ``model.build`` made them; weight decay spares vectors."""
+
+    def __init__(self, chunks: Sequence[Any], config: OptimizerConfig, dtype: torch.dtype) -> None:
+        from megatron.core import optimizer as megatron
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        self._grad_clip, self._weight_decay = config.grad_clip, config.weight_decay
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.chunks = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = (
+                finalize_model_grads  # sums them over the ranks, after the last pass
+            )
+        self._optimizer = megatron.get_megatron_optimizer(
+            megatron.OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.grad_clip,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            self.chunks,
+            use_gloo_process_groups=False,  # only Megatron's own checkpoints want them
+        )
+        self._owners = {parameter: inner for inner in self._inner() for parameter in inner.model_param_group_index_map}
+        self._groups = {
+            parameter: inner.data_parallel_group for inner in self._inner() for parameter in _held_by(inner)
+        }
+        self.num_updates = 0
+
+    def _inner(self) -> Iterator[Any]:
+        """Megatron's optimizers of this rank: one for what all data-parallel ranks hold, one for experts."""
+        for inner in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            if not inner.is_stub_optimizer:
+                yield inner
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """Clip and apply one update at learning rate ``lr``; the norm before clipping, over all parts of the model.
+
+        A norm that is not finite leaves weights, moments and ``num_updates`` as they are; all ranks see the same one.
+        """
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        for inner in self._inner():
+            for group in inner.optimizer.param_groups:
+                group["lr"] = lr * group["lr_mult"]
+                group["weight_decay"] = self._weight_decay * group["wd_mult"]
+                for main in group["params"]:
+                    if norm > self._grad_clip and main.grad is not None:
+                        main.grad.mul_(self._grad_clip / norm)
+        self._optimizer.step_with_ready_grads()
+        self.num_updates += 1
+        return norm
+
+    def master(self, parameter: Parameter) -> Tensor:
+        """This rank's part of the float32 weight, of the parameter's shape. Collective."""
+        return self._put_together(parameter, "param")
+
+    def moment(self, name: str, parameter: Parameter) -> Tensor:
+        """The same of one of the ``MOMENTS``; zeros before the first update."""
+        return self._put_together(parameter, name)
+
+    @torch.no_grad()
+    def set_master(self, parameter: Parameter, part: Tensor) -> None:
+        """Give the model its weight, and this rank its range of the float32 one."""
+        parameter.copy_(part)
+        if parameter in self._owners:
+            main, span = self._range(parameter)
+            main.copy_(part.reshape(-1)[span])
+
+    def set_moments(self, parameter: Parameter, parts: Sequence[Tensor], num_updates: int) -> None:
+        """Continue from other moments, in the order of ``MOMENTS``."""
+        self.num_updates = num_updates
+        if parameter in self._owners:
+            main, span = self._range(parameter)
+            self._owners[parameter].optimizer.state[main] = {
+                "step": torch.tensor(float(num_updates)),  # one tensor each: AdamW counts them up in place
+                **{
+                    name: part.reshape(-1)[span].to(main.device, torch.float32, copy=True)
+                    for name, part in zip(MOMENTS, parts, strict=True)
+                },
+            }
+
+    def _range(self, parameter: Parameter) -> tuple[Tensor, slice]:
+        """The float32 weights that this rank optimises of the flattened parameter, and which of it they are."""
+        inner = self._owners[parameter]
+        group, place = inner.model_param_group_index_map[parameter]
+        span = inner._get_model_param_range_map(parameter)["param"]
+        return inner.optimizer.param_groups[group]["params"][place], slice(span.start, span.end)
+
+    @torch.no_grad()
+    def _put_together(self, parameter: Parameter, what: str) -> Tensor:
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if parameter in self._owners:
+            main, span = self._range(parameter)
+            state = {"param": main, **self._owners[parameter].optimizer.state.get(main, {})}
+            if what in state:
+                whole[span] = state[what].detach()
+        group = self._groups[parameter]
+        if group.size() > 1:
+            with meeting("the ranges of a weight", group):  # of integers: of floats, -0.0 + 0.0 would be 0.0
+                dist.all_reduce(whole.view(torch.int32), group=group)
+        return whole.view(parameter.shape)
+
+
+def _held_by(inner: Any) -> Iterator[Parameter]:
+    """Parameters whose ranges are spread over the optimizer's data-parallel ranks, this one's or not."""
+    for buffer in inner.buffers:
+        yield from buffer.params

@@ -1,0 +1,81 @@
+"""A micro-batch as Megatron's packed kernels take it: sequences end to end, and of each the part of one context rank.
+
+Context parallelism cuts every sequence into twice as many chunks as there are ranks; rank r holds chunks r and
+2 C - 1 - r, one early and one late, so that causal attention costs all ranks the same. Sequences are padded at their
+ends to whole chunks, the last one also to what tensor-parallel ranks can share. No token sees what comes after it, so
+padding changes nothing. Pure, numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.types import Batch
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """What one rank of a context group computes of a micro-batch; C is the number of those ranks."""
+
+    token_ids: IntArray  # [P / C], this rank's tokens of the P padded ones
+    boundaries: NDArray[np.int32]  # [S + 1], of the padded sequences, on all ranks together
+    rows: IntArray  # [N], places in token_ids of the states that predict trainable tokens
+    targets: IntArray  # [N], those tokens
+    slots: IntArray  # [N], where they stand in the micro-batch
+
+
+def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1, multiple: int = 1) -> Packed:
+    """This context rank's part of the whole sequences of ``batch``.
+
+    Args:
+        multiple: of which every rank's number of tokens is one; the tensor-parallel ranks that share them.
+    """
+    unit = 1 if context_size == 1 else 2 * context_size
+    lengths = batch.lengths.astype(np.int64)
+    padded = -(-lengths // unit) * unit
+    padded[-1] += -padded.sum() % (unit * multiple)
+    boundaries = np.concatenate([[0], padded.cumsum()])
+    sequence = np.repeat(np.arange(lengths.size), lengths)
+    place = boundaries[sequence] + np.arange(sequence.size) - batch.boundaries[sequence]  # [T], of each token
+    token_ids = np.zeros(boundaries[-1], dtype=np.int64)
+    token_ids[place] = batch.token_ids
+    mine = _places_of_rank(boundaries, context_rank, context_size)
+    row_of = np.full(boundaries[-1], -1)
+    row_of[mine] = np.arange(mine.size)
+    slots = np.flatnonzero(batch.loss_mask)
+    rows = row_of[place[slots] - 1]
+    return Packed(
+        token_ids=token_ids[mine],
+        boundaries=boundaries.astype(np.int32),
+        rows=rows[rows >= 0],
+        targets=batch.token_ids[slots[rows >= 0]].astype(np.int64),
+        slots=slots[rows >= 0],
+    )
+
+
+def nothing(tokens: int, context_size: int = 1) -> Packed:
+    """A sequence of so many tokens on this rank without one to train on: for ranks that only take part."""
+    none = np.zeros(0, dtype=np.int64)
+    boundaries = np.array([0, tokens * context_size], dtype=np.int32)
+    return Packed(
+        token_ids=np.zeros(tokens, dtype=np.int64), boundaries=boundaries, rows=none, targets=none, slots=none
+    )
+
+
+def _places_of_rank(boundaries: IntArray, rank: int, size: int) -> IntArray:
+    """Places of this rank's tokens among the padded ones, in the order in which the rank holds them."""
+    if size == 1:
+        return np.arange(boundaries[-1])
+    chunks = np.diff(boundaries) // (2 * size)
+    return np.concatenate(
+        [
+            start + chunk * part + np.arange(chunk)
+            for start, chunk in zip(boundaries[:-1], chunks, strict=True)
+            for part in (rank, 2 * size - 1 - rank)
+        ]
+    )

@@ -1,0 +1,83 @@
+"""What the Megatron trainer needs of the installation and of the model, checked without importing either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.errors import ConfigError
+from areal_hpc.pretrained.architecture import Architecture, read_architecture
+
+OLDEST, TOO_NEW = (0, 16, 1), (0, 20, 0)
+"""Versions of megatron-core whose insides are those that ``compat`` and ``optimizer`` reach into."""
+WANTS_TRITON = (0, 18, 0)
+"""From which version on it cannot be imported without triton, which torch brings for CUDA only."""
+
+
+def require_megatron() -> None:
+    """Refuse a missing megatron-core, and one that nobody has tried.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "trainer.backend=megatron needs megatron-core: pip install 'areal-hpc[megatron]', or set "
+            "trainer.backend=reference"
+        ) from error
+    release = tuple(int(number) for number in re.findall(r"\d+", found)[:3])
+    if not OLDEST <= release < TOO_NEW:
+        first, last = (".".join(map(str, version)) for version in (OLDEST, TOO_NEW))
+        raise ConfigError(
+            f"trainer.backend=megatron: megatron-core {found} is not one of those that are known to work, {first} to "
+            f"below {last}; pip install 'areal-hpc[megatron]'"
+        )
+    if release >= WANTS_TRITON and find_spec("triton") is None:
+        raise ConfigError(f"trainer.backend=megatron: megatron-core {found} imports triton; pip install triton")
+
+
+def check_model(path: Path, parallel: ParallelConfig) -> Architecture:
+    """The model's architecture, if it can be split as ``trainer.parallel`` says.
+
+    Raises:
+        DataError: the model is not one that is computed here.
+        ConfigError: lists every size that does not divide what it splits.
+    """
+    architecture = read_architecture(path)
+    if problems := list(_problems(architecture, parallel)):
+        raise ConfigError(f"{path} cannot be split so: " + "; ".join(problems))
+    return architecture
+
+
+def _problems(model: Architecture, parallel: ParallelConfig) -> Iterator[str]:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    experts = 0 if model.experts is None else model.experts.num_experts
+    divided = [
+        ("tensor", parallel.tensor, "attention heads", model.num_heads),
+        ("tensor", parallel.tensor, "key-value heads", model.num_kv_heads),
+        ("tensor", parallel.tensor, "feed-forward units", model.intermediate_size),
+        ("pipeline times virtual_pipeline", stages, "layers", model.num_layers),
+        ("expert", parallel.expert, "experts", experts),
+    ]
+    if model.experts is not None:
+        divided.append(("expert_tensor", parallel.expert_tensor, "units of an expert", model.experts.intermediate_size))
+    for key, ranks, what, number in divided:
+        if number % ranks:
+            yield f"trainer.parallel.{key} = {ranks} does not divide its {number} {what}; lower it"
+    if model.experts is None and parallel.expert * parallel.expert_tensor > 1:
+        yield "it has no experts; set trainer.parallel.expert and expert_tensor to 1"
+    if model.experts is not None and parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+        # Megatron would keep a copy on each of those ranks, and add up what each learns from its own tokens nowhere.
+        yield (
+            f"trainer.parallel.expert_tensor = {parallel.expert_tensor} leaves copies of its experts on the "
+            f"{parallel.tensor} ranks of trainer.parallel.tensor; set it to {parallel.tensor}, or "
+            "trainer.parallel.expert above 1"
+        )
+    if model.output_bias:
+        yield "it adds a bias to attention's output, which the Megatron trainer does not; set trainer.backend=reference"

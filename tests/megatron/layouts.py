@@ -1,0 +1,83 @@
+"""The Megatron trainer on several ranks, each a real process that lives as long as the tests of a module.
+
+with pool() as run:
+    results = run("tp2 dp2", function, *args)       function(ranks, parallel, *args) on every rank, in order of ranks
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from forked import SERVER
+
+from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.training.megatron.compat import bootstrap
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import GroupAddress
+
+KEYS = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+}
+MOST_RANKS = 4
+TIMEOUT_S = 120.0
+
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def pool() -> Iterator[Run]:
+    """Importing Megatron takes seconds: each process does it once, and serves all layouts in turn."""
+    with ProcessPoolExecutor(MOST_RANKS, mp_context=SERVER, initializer=bootstrap) as processes:
+
+        def run(layout: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+            parallel, world_size = parse(layout)
+            store = host_store(timeout_s=TIMEOUT_S)
+            address = GroupAddress(
+                host="127.0.0.1", port=store.port, name="ranks", world_size=world_size, backend="gloo"
+            )
+            futures = [processes.submit(_enter, address, rank, parallel, function, args) for rank in range(world_size)]
+            return [future.result(timeout=TIMEOUT_S) for future in futures]
+
+        yield run
+
+
+def parse(layout: str) -> tuple[ParallelConfig, int]:
+    """Sizes and number of ranks of a layout such as "tp2 pp2 dp2"."""
+    sizes = {word: int(size) for word, size in re.findall(r"([a-z]+)(\d+)", layout)}
+    copies = sizes.pop("dp", 1)
+    parallel = ParallelConfig(**{KEYS[word]: size for word, size in sizes.items()})
+    return parallel, copies * parallel.tensor * parallel.pipeline * parallel.context
+
+
+def _enter(
+    address: GroupAddress, rank: int, parallel: ParallelConfig, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    torch.set_num_threads(1)
+    group = join_group(address, rank, 60.0) if address.world_size > 1 else None
+    try:
+        return function(Ranks(group), parallel, *args)
+    finally:
+        if group is not None:
+            leave_group(group)
+        _forget_groups()  # last: it would take the ranks' own group with it
+
+
+def _forget_groups() -> None:
+    """Megatron's groups are the process's; the next layout has others."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

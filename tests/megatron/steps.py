@@ -1,0 +1,89 @@
+"""The steps that every layout must make alike: models, a batch, and both backends at work on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig
+from areal_hpc.config.schema import Dtype, OptimizerConfig, ParallelConfig, Schedule, TrainerConfig
+from areal_hpc.protocols import Peers
+from areal_hpc.training.batching import plan_step
+from areal_hpc.training.credit import assess
+from areal_hpc.training.megatron.backend import MegatronBackend
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.training.reference import ReferenceBackend
+from areal_hpc.types import Batch
+
+VOCAB_SIZE = 273  # no multiple of 2: shares of the vocabulary are padded
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "initializer_range": 0.06,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
+MIXTURE["norm_topk_prob"] = True
+ALGORITHM = AlgorithmConfig(kl=KlConfig(coef=0.1))
+NUM_STEPS, NUM_SEQUENCES, TEMPERATURE = 3, 9, 0.7
+
+
+def whole_batch() -> Batch:
+    """Sequences of very different lengths, the last one with nothing to train on."""
+    generator = np.random.default_rng(5)
+    lengths = np.array([40, 6, 11, 25, 5, 18, 2, 33, 9])
+    mask = np.concatenate([np.arange(n) >= min(3, n - 1) for n in lengths])
+    mask[-9:] = False
+    return Batch(
+        token_ids=generator.integers(0, VOCAB_SIZE, mask.size).astype(np.int32),
+        loss_mask=mask,
+        behaviour=np.where(mask, generator.uniform(-6, -5, mask.size), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.where(mask, np.repeat(generator.normal(size=NUM_SEQUENCES), lengths), 0).astype(np.float32),
+        boundaries=np.cumsum([0, *lengths], dtype=np.int32),
+    )
+
+
+def trainer(parallel: ParallelConfig) -> TrainerConfig:
+    optimizer = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1, warmup_steps=2, schedule=Schedule.COSINE)
+    return TrainerConfig(total_steps=8, tokens_per_microbatch=48, parallel=parallel, optimizer=optimizer)
+
+
+def make(ranks: Ranks, parallel: ParallelConfig, path: Path, dtype: Dtype = Dtype.FLOAT32) -> MegatronBackend:
+    return MegatronBackend(
+        model_path=str(path),
+        dtype=dtype,
+        algorithm=ALGORITHM,
+        trainer=trainer(parallel),
+        temperature=TEMPERATURE,
+        ranks=ranks,
+    )
+
+
+def make_reference(path: Path, dtype: Dtype = Dtype.FLOAT32) -> ReferenceBackend:
+    return ReferenceBackend(
+        model_path=str(path),
+        dtype=dtype,
+        algorithm=ALGORITHM,
+        trainer=trainer(ParallelConfig()),
+        temperature=TEMPERATURE,
+    )
+
+
+def train(backend: Any, data_ranks: Peers, first: int, last: int) -> list[dict[str, float]]:
+    """Statistics of steps ``first`` to ``last``: three minibatches each, one of them of two sequences."""
+    batch, told = whole_batch(), []
+    for step in range(first, last + 1):
+        plan = plan_step(batch.lengths, np.ones(NUM_SEQUENCES), 4, data_ranks.size, step)
+        mine = [batch.select(of_ranks[data_ranks.rank]) for of_ranks in plan]
+        zeros = [np.zeros(part.num_sequences) for part in mine]
+        told.append(dict(backend.train_step(assess(mine, zeros, backend, ALGORITHM, data_ranks))))
+    return told
+
+
+def weights_of(backend: Any) -> dict[str, Any]:
+    return {name: tensor.float().numpy(force=True).copy() for name, tensor in backend.weights()}
