@@ -7,6 +7,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("busy", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")

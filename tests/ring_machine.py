@@ -81,7 +81,6 @@ def cases(machine: type[RingMachine], *, max_examples: int, steps: int) -> Any:
     made.settings = settings(
         max_examples=max_examples,
         stateful_step_count=steps,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
     return made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +34,33 @@ class Numbers(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return {"prompt": f"{self._name} {index}", "answer": index, "id": f"{self._name}-{index}"}
+
+
+class Deadly(Sequence[Row]):
+    """The rows of a JSONL file; the first process that has read 120 and more dies of it and leaves the file ``after``.
+
+    Whoever only looks at each of 80 rows lives.
+    """
+
+    def __init__(self, split: str, seed: int, path: str, after: str) -> None:
+        self._rows: list[Row] = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        self._after, self._num_read = Path(after), 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        self._num_read += 1
+        if self._num_read > 120 and not self._after.exists():
+            self._after.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._rows[index]
 
 
 def spread(text: str, answer: int, prompt: Prompt) -> float:

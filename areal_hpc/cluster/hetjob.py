@@ -64,7 +64,7 @@ trap 'ending={term}; kill -TERM "$run" 2>/dev/null' TERM
 trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
 {command} &
 run=$!
-while kill -0 "$run" 2>/dev/null; do wait "$run"; done
+while kill -0 "$run" 2>/dev/null; do sleep 1; done  # of two signals that come at once, bash's `wait` loses one
 wait "$run"
 code=$?
 """

@@ -106,12 +106,10 @@ def test_only_the_trainer_runs_and_its_loss_is_what_is_shown(undisturbed: Launch
 
 
 def test_C3_a_killed_trainer_ends_with_the_same_bits(files: Path, undisturbed: Launched) -> None:
-    started = start(files, "killed", "dpo")
-    started.wait_for_step(7)
-    roles = started.roles()
-    assert list(roles) == ["trainer-0"]
-    roles["trainer-0"].kill()
+    arguments = f"prompts.task_args={{path: {files / 'train.jsonl'}, after: {files / 'killed once'}}}"
+    started = start(files, "killed", "dpo", "prompts.train=tiny_task:Deadly", arguments)
     assert started.wait() == 0, started.text
+    assert "trainer-0 ended with signal 9 (SIGKILL)" in started.text
     newest, expected = newest_checkpoint(started.run), newest_checkpoint(undisturbed.run)
     assert newest.version.step == STEPS
     for name in ("model.safetensors", "optimizer.safetensors"):

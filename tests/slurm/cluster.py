@@ -92,7 +92,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_hetjob_immediate,bf_continue,sched_interval=2,sched_min_interval=0,\
 batch_sched_delay=0
 PriorityType=priority/basic
-SlurmdTimeout=6
+SlurmdTimeout=10
 SlurmctldTimeout=10
 MessageTimeout=5
 BatchStartTimeout=10
@@ -234,6 +234,13 @@ class SlurmCluster:
         finally:
             self._daemon(LOGIN, "slurmctld", "slurmctld", "-D")
             wait_for("slurmctld", lambda: self.run("scontrol", "ping").stdout.find(" is UP") > 0, poll_s=0.2)
+            wait_for("its nodes", lambda: not self._missing(), poll_s=0.2)
+
+    def _missing(self) -> list[str]:
+        """Nodes that the controller does not hear of, or does not give jobs to."""
+        lines = [line.split() for line in self.run("sinfo", "-hN", "-o", "%N %T").stdout.splitlines()]
+        heard = {name for name, state in lines if state in ("idle", "allocated", "mixed", "completing")}
+        return [node for node in self.nodes if node not in heard]
 
     def crash(self, node: str) -> None:
         """Cut a node's power."""

@@ -49,7 +49,7 @@ def test_A7_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named
     assert slurm.wait_for_state(job, *OVER) == "FAILED"
     text = log.read_text(encoding="utf-8")
     assert f"the step on {node} ended with code" in text
-    assert f"{job} FAILED" in status(slurm, run)["job"]
+    wait_for("the accounts", lambda: f"{job} FAILED" in status(slurm, run)["job"], poll_s=1.0)
 
 
 def test_A8_a_step_that_never_starts_ends_the_job_in_seconds_and_is_named(

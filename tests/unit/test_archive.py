@@ -101,7 +101,7 @@ def test_columns_say_all_of_a_step(archived: ArchivedStep) -> None:
     assert_equal(step_of(columns_of(archived), archived.step.version), archived)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(steps(), min_size=1, max_size=3))
 def test_a_file_gives_back_every_step_that_was_put_in(tmp_path_factory: pytest.TempPathFactory, made: list) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))

@@ -48,7 +48,7 @@ weights_lists = st.lists(
 
 
 @given(weights=weights_lists, limit=st.integers(1, 400))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_tensor_arrives_bit_for_bit_once_and_within_the_limit(
     weights: list[tuple[str, torch.Tensor]], limit: int
 ) -> None:
@@ -61,7 +61,7 @@ def test_every_tensor_arrives_bit_for_bit_once_and_within_the_limit(
 
 
 @given(weights=weights_lists)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_bucket_is_laid_out_as_sglang_takes_it_apart(weights: list[tuple[str, torch.Tensor]]) -> None:
     """Back to back in the order of the names, each piece viewed as its dtype: what the receiver does."""
     sent = dict(weights)

@@ -26,7 +26,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "RETRY_PAUSES_S", (0.0,) * 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=12), cut=st.floats(0, 1), zeros=st.booleans())
 def test_a_cut_log_shows_whole_commits_only(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cut: float, zeros: bool

@@ -145,7 +145,7 @@ def test_what_has_been_verified_before_is_not_read_again(run: RunDir, monkeypatc
     assert [int(name[5:13]) for name in read] == [1, 2, 3]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     made=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=8, unique_by=lambda one: one[0]),
     keep=st.integers(1, 4),

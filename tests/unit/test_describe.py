@@ -346,7 +346,7 @@ words = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_is_dumped_loads_back_equal(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = config_of(

@@ -37,7 +37,7 @@ def test_H15_every_split_of_a_character_is_held_back_until_it_is_whole(text: str
 
 
 @given(st.binary(max_size=40) | st.text(max_size=12).map(str.encode), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_H15_each_text_begins_the_next_and_the_whole(raw: bytes, data: st.DataObject) -> None:
     token_ids = byte_ids(raw)
     stream, shown, at = IncrementalText(TEXT.decode), "", 0

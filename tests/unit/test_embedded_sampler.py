@@ -86,7 +86,7 @@ def test_top_p_keeps_the_token_that_crosses_it_and_none_after(top_p: float, num:
     min_p=st.floats(0.0, 1.0),
     u=st.floats(0, 1 - 2**-48),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_sampled_token_is_never_one_that_was_cut_off(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, u: float
 ) -> None:

@@ -24,7 +24,7 @@ def batch_of(lengths: list[int]) -> Batch:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     context=st.sampled_from([1, 2, 3, 4]),

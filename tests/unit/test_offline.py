@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.buffer.offline import OfflineReader
@@ -79,7 +79,6 @@ def test_rows_that_are_too_long_are_dropped_and_told_of_with_their_step() -> Non
     assert [one.position for one in reader.take_dropped()] == [3]
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 11), min_size=1, max_size=9),
     stops=st.lists(st.booleans(), min_size=1, max_size=12),

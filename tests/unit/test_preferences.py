@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.algorithms.losses import sft_loss
@@ -34,7 +34,6 @@ def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-@settings(deadline=None)
 @given(margins=MARGINS, beta=st.floats(0.01, 2.0))
 def test_sigmoid_is_the_papers_loss_and_gradient(margins: list[float], beta: float) -> None:
     """The gradient weighs a pair by how wrong it is: -beta sigmoid(-beta m) (equation below 7)."""
@@ -46,7 +45,6 @@ def test_sigmoid_is_the_papers_loss_and_gradient(margins: list[float], beta: flo
     np.testing.assert_allclose(found.grad, [-beta / (1 + math.exp(beta * m)) for m in margins], rtol=1e-9)
 
 
-@settings(deadline=None)
 @given(margins=MARGINS, beta=st.floats(0.01, 2.0))
 def test_ipo_wants_one_margin_and_no_more(margins: list[float], beta: float) -> None:
     found = tensor(margins)
@@ -58,7 +56,6 @@ def test_ipo_wants_one_margin_and_no_more(margins: list[float], beta: float) -> 
     assert float(at_goal.grad) == 0.0
 
 
-@settings(deadline=None)
 @given(margins=MARGINS)
 def test_bradley_terry_is_the_log_likelihood_of_the_choice(margins: list[float]) -> None:
     losses = bradley_terry_loss(torch.tensor(margins, dtype=torch.float64), AlgorithmConfig(name="reward_model"))

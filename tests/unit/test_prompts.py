@@ -311,7 +311,7 @@ def test_C26_what_was_in_flight_is_issued_again() -> None:
     assert [resumed.next().position for _ in range(7)] == [0, 2, 3, 5, 6, 7, 8]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), size=st.integers(1, 12), limit=st.integers(0, 12), shuffle=st.booleans())
 def test_C3_C30_every_position_is_consumed_once_over_any_resharding_and_any_stop(
     data: st.DataObject, size: int, limit: int, shuffle: bool

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.journal import Entry, Kind, Trained
@@ -306,7 +306,6 @@ def noted(number: int, refs: Sequence[GroupRef], dropped: Sequence[Dropped]) -> 
     return Entry(kind=Kind.STEP, step=number, trained=groups, dropped=tuple(dropped))
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), lives=st.lists(st.integers(0, 5), min_size=1, max_size=5))
 def test_any_history_of_kills_is_proven_and_one_changed_position_breaks_it(seed: int, lives: list[int]) -> None:
     run = Lives(seed)

@@ -183,7 +183,7 @@ def check_order(run: Run) -> None:
 interruptions = st.lists(st.tuples(st.sampled_from(["stop", "kill"]), st.integers(0, 12)), max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 9),
     batch=st.integers(1, 4),

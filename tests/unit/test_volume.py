@@ -91,7 +91,7 @@ def carry_out(root: Path, step: tuple[Any, ...]) -> Any:
     return outcome(calls[name])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=st.lists(STEP, max_size=25))
 def test_every_call_answers_as_the_kernel_does(steps: list[tuple[Any, ...]]) -> None:
     old = os.umask(0)
