@@ -37,7 +37,7 @@ class Numbers(Sequence[Row]):
 
 
 class Deadly(Sequence[Row]):
-    """The rows of a JSONL file; the first process that has read 120 and more dies of it and leaves the file ``after``.
+    """The rows of a JSONL file; the first process that has read 120 of them dies of it and leaves the file ``after``.
 
     Whoever only looks at each of 80 rows lives.
     """
@@ -57,7 +57,7 @@ class Deadly(Sequence[Row]):
 
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         self._num_read += 1
-        if self._num_read > 120 and not self._after.exists():
+        if self._num_read >= 120 and not self._after.exists():
             self._after.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self._rows[index]
