@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | plan | submit | config | keys | export | eval | status | why | stop | ledger | ...``.
+"""The command line: ``areal-hpc run | plan | submit | config | keys | export | eval | status | why | stop | ...``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
