@@ -55,6 +55,7 @@ def status_lines(
             "state": f"{_state_text(attempts[-1], job)} (attempt {attempts[-1].epoch})",
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
+            **({"engines": routing} if (routing := newest.routing_text()) else {}),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
