@@ -17,6 +17,9 @@ import torch
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import TensorSpec
 
+MANIFEST = "manifest.json"
+"""Beside the safetensors files of an update by disk: for each file its ``bytes``, and the ``crc32c`` of each tensor."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

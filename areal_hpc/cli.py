@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | plan | submit | config | keys | export | status | why | stop | ledger | ...``.
+"""The command line: ``areal-hpc run | plan | submit | config | keys | export | eval | status | why | stop | ...``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_inspect(commands)
     _add_replay(commands)
+    _add_eval(commands)
     return parser
 
 
@@ -159,6 +160,19 @@ def _add_replay(commands: Commands) -> None:
     replay.set_defaults(command=_replay)
 
 
+def _add_eval(commands: Commands) -> None:
+    evaluation = commands.add_parser("eval", help="measure a checkpoint: mean reward and pass@k, on engines alone")
+    _add_config_arguments(evaluation)
+    evaluation.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="PATH|RUN", help="a Hugging Face directory, or a run"
+    )
+    evaluation.add_argument(
+        "--step", type=int, metavar="N", help="of the run, this checkpoint; the newest if not given"
+    )
+    evaluation.add_argument("--out", type=Path, metavar="DIR", help="the new run directory; NAME-eval-... if not given")
+    evaluation.set_defaults(command=_eval)
+
+
 def _add_slurm_commands(commands: Commands) -> None:
     plan = commands.add_parser("plan", help="what a run will ask Slurm for, who will sit where, and what is missing")
     _add_config_arguments(plan)
@@ -206,8 +220,7 @@ def _run(options: argparse.Namespace) -> int:
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as the roles have it: rewards and tasks may lie beside the configuration
+    _find_beside()
     config = _resolved(options.config)
     console = LiveConsole(config.trainer.total_steps, sys.stdout)
     continued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).continues
@@ -218,6 +231,12 @@ def _run(options: argparse.Namespace) -> int:
         takeover=options.takeover or continued,
         console=console,
     )
+
+
+def _find_beside() -> None:
+    """Rewards and tasks may lie beside the configuration: the roles look there, too."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -292,9 +311,9 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
-    from areal_hpc.report import write_report
+    from areal_hpc.report import report_run
 
-    write_report(RunDir.open(options.run_dir), ask=True)
+    report_run(RunDir.open(options.run_dir), ask=True)
     return 0
 
 
@@ -366,3 +385,12 @@ def _replay(options: argparse.Namespace) -> int:
         overrides=options.config,
         stream=sys.stdout,
     )
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from areal_hpc.roles.evaluation import evaluate
+    from areal_hpc.telemetry import setup_logging
+
+    setup_logging("launcher", 0)
+    _find_beside()
+    return evaluate(_resolved(options.config), options.checkpoint, options.step, options.out, sys.stdout)

@@ -198,6 +198,7 @@ class RunDir:
     checkpoints/step-00000020.e00000001/
     archive/                         trained groups in HDF5, if they are archived
     weights/                         the disk transport's versions
+    model/                           of an evaluation alone: the checkpoint that it is of
     trackers/                        tensorboard/, wandb/
     slurm/                           submissions, batch scripts and their output (roles/submission.py)
     summary.json  curves.png  curves.svg
@@ -267,6 +268,10 @@ class RunDir:
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
 
     @property
     def evaluations(self) -> Path:

@@ -152,7 +152,7 @@ def install() -> None:
     areal_hpc.roles.generator.main = _idle
     areal_hpc.roles.launcher.preflight = lambda config: None
     areal_hpc.roles.attempts.make_model = lambda config: None
-    areal_hpc.roles.launcher.write_report = lambda run: None  # figures by matplotlib take a second
+    areal_hpc.roles.launcher.report_run = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes
     training.make_clients = lambda process: []

@@ -34,7 +34,7 @@ def end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts finish at once, well, and without a look at data and reward."""
     monkeypatch.setattr(launcher, "preflight", lambda _: None)
     monkeypatch.setattr(Attempts, "supervise", lambda *_: "finished")
-    monkeypatch.setattr(launcher, "write_report", lambda _: None)
+    monkeypatch.setattr(launcher, "report_run", lambda _: None)
 
 
 def start(config: Config, *, resume: bool = False, takeover: bool = False, resume_from: int | None = None) -> int:

@@ -12,7 +12,14 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks, ring_capacity, sbatch_options, signal_lead_s, time_limit_s
+from areal_hpc.config.derived import (
+    exported_model,
+    model_ranks,
+    ring_capacity,
+    sbatch_options,
+    signal_lead_s,
+    time_limit_s,
+)
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
@@ -243,6 +250,18 @@ def check_evaluation(config: Config) -> Iterator[str]:
         )
 
 
+def check_evaluated(config: Config) -> Iterator[str]:
+    """What `areal-hpc eval` sets belongs together: else another model would be measured than is named."""
+    evaluated = config.evaluation.checkpoint
+    if evaluated and config.model.path not in (evaluated, exported_model(config)):
+        yield (
+            f"evaluation.checkpoint: {evaluated} is not what model.path {config.model.path} holds; leave the key out, "
+            f"and evaluate with `areal-hpc eval ... --checkpoint {evaluated}`"
+        )
+    if config.evaluation.step and not evaluated:
+        yield "evaluation.step: is of evaluation.checkpoint, which is empty; leave it out"
+
+
 def check_deterministic(config: Config) -> Iterator[str]:
     if not config.deterministic:
         return
@@ -308,6 +327,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_schedule,
     check_time_limits,
     check_evaluation,
+    check_evaluated,
     check_deterministic,
     check_job,
     check_replay,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 from areal_hpc.config.cluster import ComponentConfig, inherited, seconds_of
 from areal_hpc.config.schema import Config
+from areal_hpc.fs import RunDir
 
 LONGEST_LEAD_S = 300
 SPARE_S = 10
@@ -16,6 +18,11 @@ SPARE_S = 10
 def ring_capacity(config: Config) -> int:
     """Groups that may be outstanding at once. With a slot for each, no group gets older than ``max_staleness``."""
     return (config.buffer.max_staleness + 1) * config.algorithm.groups_per_step
+
+
+def exported_model(config: Config) -> str:
+    """Where `areal-hpc eval` puts the weights of a run's checkpoint, as a Hugging Face directory."""
+    return str(RunDir(Path(config.run_root) / config.name).model)
 
 
 def model_ranks(config: Config) -> int:

@@ -25,6 +25,7 @@ PATHS = (
     "algorithm.kl.reference",
     "algorithm.critic.path",
     "algorithm.dpo.reference",
+    "evaluation.checkpoint",
     "replay.run",
     "run_root",
 )

@@ -90,6 +90,8 @@ RANGES: Final[Mapping[str, str]] = {
     "evaluation.num_prompts": "[1, inf)",
     "evaluation.samples": "[1, inf)",
     "evaluation.temperature": "[0, inf)",
+    "evaluation.pass_reward": "(-inf, inf)",
+    "evaluation.step": "[0, inf)",
     "checkpoint.every_steps": "[1, inf)",
     "checkpoint.keep": "[1, inf)",
     "checkpoint.keep_every": "[0, inf)",

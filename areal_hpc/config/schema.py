@@ -224,6 +224,12 @@ class EvaluationConfig:
     """Answers for each prompt."""
     temperature: float = 1.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    pass_reward: float = 1.0
+    """An answer with at least this reward has passed, for pass@k."""
+    checkpoint: str = ""
+    """Only evaluate, and this: a Hugging Face directory or a run. `areal-hpc eval` sets it; empty is a run as usual."""
+    step: int = 0
+    """Optimizer step of that run's checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 and the proof that nothing was lost and nothing trained twice."""
 
 from areal_hpc.report.console import LiveConsole
+from areal_hpc.report.evaluation import report_run
 from areal_hpc.report.files import write_report
 from areal_hpc.report.ledger import ledger_lines, prove_run
 from areal_hpc.report.proof import Breach, Proof
@@ -16,6 +17,7 @@ __all__ = [
     "Summary",
     "ledger_lines",
     "prove_run",
+    "report_run",
     "status_lines",
     "summarise",
     "why_lines",

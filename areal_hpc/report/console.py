@@ -26,13 +26,19 @@ INTERVAL_S = 0.25
 
 
 class LiveConsole:
-    """Shows the progress of an attempt from its records."""
+    """Shows the progress of an attempt from its records.
 
-    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        table: whether a terminal gets the table, which is of steps; else it gets the lines, too.
+    """
+
+    def __init__(
+        self, total_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, table: bool = True
+    ) -> None:
         self._progress = Progress(total_steps)
         self._clock = clock
         self._began = clock()
-        self._view = _Table(stream) if stream.isatty() else _Lines(stream)
+        self._view = _Table(stream) if table and stream.isatty() else _Lines(stream)
         self._shown = float("-inf")
 
     def __enter__(self) -> Self:

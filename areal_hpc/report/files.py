@@ -48,7 +48,7 @@ def write_report(run: RunDir, stream: TextIO | None = None, *, ask: bool = False
         rows.append(("damaged records", f"{num_damaged} lines could not be read and are left out"))
     rows += [("next", text) for text in next_steps(summary, run)]
     rows.append(("written", f"{run.summary.name}, {run.curves('png').name}, {run.curves('svg').name} in {run.root}"))
-    _print(f"run {run.root.name}", rows, stream or sys.stdout)
+    print_rows(f"run {run.root.name}", rows, stream or sys.stdout)
     return summary
 
 
@@ -161,7 +161,7 @@ def next_steps(summary: Summary, run: RunDir) -> Iterator[str]:
         yield f"`areal-hpc ledger {run.root}` proves that no prompt was lost or trained on twice"
 
 
-def _print(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:
+def print_rows(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:
     if stream.isatty():
         _print_table(title, rows, stream)
         return

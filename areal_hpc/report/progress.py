@@ -26,6 +26,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=WINDOW)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
         self._engines: dict[int, Record] = {}
+        self._routing: dict[int, Record] = {}  # by rollout worker
         self._restarts = Counter[str]()
 
     def feed(self, record: Record) -> None:
@@ -41,6 +42,8 @@ class Progress:
             self.evaluation = record
         elif record.kind == "generation":
             self._engines[record.index] = record
+        elif record.kind == "routing":
+            self._routing[record.index] = record
         elif record.kind == "restart":
             self._restarts[str(record.values.get("process"))] += 1
 
@@ -74,6 +77,18 @@ class Progress:
         rates = [r.number("tokens_per_s") for r in self._engines.values() if newest - r.time <= RATE_AGE_S]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
+
+    def routing_text(self) -> str:
+        """What each engine has to do, as the workers who still report have it, or why one of them gives it nothing."""
+        newest = max((record.time for record in self._routing.values()), default=0.0)
+        told = [record.values for record in self._routing.values() if newest - record.time <= RATE_AGE_S]
+        texts = []
+        for name in sorted({name for values in told for name in values}):
+            said = [values[name] for values in told if name in values]
+            troubles = [one_line(one) for one in said if isinstance(one, str)]
+            tokens = sum(one for one in said if isinstance(one, int | float))
+            texts.append(f"{name} is out: {troubles[0]}" if troubles else f"{name} {count(tokens)} tokens outstanding")
+        return ", ".join(texts)
 
     @property
     def remaining_s(self) -> float | None:

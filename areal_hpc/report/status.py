@@ -38,7 +38,9 @@ def status_lines(
     job_row = {} if job is None else {"job": job.text()}
     if not attempts:
         return _aligned({"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row})
-    total_steps = configuration(run).get("trainer", {}).get("total_steps")
+    config = configuration(run)
+    total_steps = config.get("trainer", {}).get("total_steps")
+    trains = not config.get("evaluation", {}).get("checkpoint")
     newest = told = _progress(attempts[-1], total_steps)
     evaluation = newest.evaluation
     for attempt in reversed(attempts[:-1]):  # what a fresh attempt has not said yet, the one before may have
@@ -52,12 +54,13 @@ def status_lines(
             "run": run.root.name,
             "state": f"{_state_text(attempts[-1], job)} (attempt {attempts[-1].epoch})",
             **job_row,
-            "step": told.step_text(),
-            **told.fields(),
+            **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
+            **({"engines": routing} if (routing := newest.routing_text()) else {}),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
-            "last record": f"{_ago(newest.last_time, now())}, last step {_ago(told.step_time, now())}",
-            "checkpoints": _checkpoints_text(run),
+            "last record": _ago(newest.last_time, now())
+            + (f", last step {_ago(told.step_time, now())}" if trains else ""),
+            **({"checkpoints": _checkpoints_text(run)} if trains else {}),
             **({} if job is not None and job.is_over else _processes(attempts[-1], watch)),
         }
     )

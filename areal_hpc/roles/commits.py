@@ -168,9 +168,13 @@ class Commits:
     def _keep(self) -> checkpoint.Keep:
         rules, process = self._process.config.checkpoint, self._process
         found = results(process.run, process.epoch) if rules.keep_best else {}
-        scores = {step: float(result[rules.keep_best]) for step, result in found.items() if rules.keep_best in result}
+        numbers = {
+            step: {name: float(value) for name, value in result.items() if isinstance(value, int | float)}
+            for step, result in found.items()
+        }
+        scores = {step: one[rules.keep_best] for step, one in numbers.items() if rules.keep_best in one}
         if found and not scores:
-            there_are = ", ".join(sorted(found[min(found)]))
+            there_are = ", ".join(sorted(numbers[min(found)]))
             log.warning("checkpoint.keep_best: no evaluation has %s; there are %s", rules.keep_best, there_are)
         return checkpoint.Keep(newest=rules.keep, every=rules.keep_every, scores=scores)
 

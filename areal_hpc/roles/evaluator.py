@@ -1,6 +1,7 @@
 """The evaluator: answers held-out prompts on the run's own engines whenever an evaluation is due.
 
     due(version): at the start, each ``evaluation.every_steps`` versions, and at the last one
+    areal-hpc eval: once, by the weights that the engines were started with; there is no trainer
 
 One evaluation runs on whatever version the engines serve while it goes on; the versions that really sampled are part of
 the result. A result is a file, so an evaluation that a kill has cost is simply due again after the restart. One whose
@@ -17,7 +18,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from areal_hpc.algorithms.pass_at_k import measure
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import publish_json
@@ -57,7 +60,9 @@ async def _watch(process: RoleProcess) -> bool:
     """Evaluate what is due until the last step has its result (True) or a stop request comes (False)."""
     async with make_evaluation(process) as parts:
         process.starting.close()
-        working = asyncio.create_task(_evaluate_all(process, parts))
+        evaluation = process.config.evaluation
+        once = _evaluate(process, parts, evaluation.step) if evaluation.checkpoint else None
+        working = asyncio.create_task(once or _evaluate_all(process, parts))
         stopping = asyncio.create_task(process.watch_stop())
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
@@ -94,11 +99,15 @@ async def _newer(parts: EvaluationParts, known: int | None) -> int:
 async def _evaluate(process: RoleProcess, parts: EvaluationParts, step: int) -> None:
     began = time.monotonic()
     groups = await _answer_all(parts, f"a{process.epoch}.eval-{step}", process.config.rollout.concurrency)
-    result = _result(step, groups, len(parts.prompts) * process.config.evaluation.samples)
+    result = _result(step, groups, process.config.evaluation)
     result |= {"prompts": len(parts.prompts), "seconds": time.monotonic() - began}
     if "reason" in result:
         log.warning("the evaluation at step %d failed: %s", step, result["reason"])
-    publish_json(process.run.evaluation(step), {"epoch": process.epoch, **result})
+    answers = [
+        {"id": prompt.id, "rewards": rewards.tolist()}
+        for prompt, rewards in zip(parts.prompts, _rewards(groups), strict=True)
+    ]
+    publish_json(process.run.evaluation(step), {"epoch": process.epoch, **result, "answers": answers})
     process.recorder.record("evaluation", result)
 
 
@@ -113,24 +122,32 @@ async def _answer_all(parts: EvaluationParts, name: str, concurrency: int) -> li
     return await together(answer(prompt) for prompt in parts.prompts)
 
 
-def _result(step: int, groups: Sequence[Answered], num_samples: int) -> dict[str, float | str]:
-    """The evaluation's record: means over episodes; one that failed for good is counted, and never as reward 0.
+def _rewards(groups: Sequence[Answered]) -> list[NDArray[np.float64]]:
+    """Of each prompt the rewards of its episodes; one that failed for good has none."""
+    return [
+        episode_means([t.reward for t in answers], [t.episode for t in answers]) if answers else np.zeros(0)
+        for answers, _ in groups
+    ]
+
+
+def _result(step: int, groups: Sequence[Answered], config: EvaluationConfig) -> dict[str, float | str]:
+    """The evaluation's record, with pass@k; an episode that failed for good is counted, and never as reward 0.
 
     Where not one sample succeeded there is no "reward_mean", and a "reason".
     """
-    answered = [trajectories for trajectories, _ in groups if trajectories]
-    if not answered:
+    rewards, num_samples = _rewards(groups), len(groups) * config.samples
+    num_answered = sum(one.size for one in rewards)
+    if not num_answered:
         last = next((failure for _, failure in reversed(groups) if failure is not None), None)
         what = "no sample left a trajectory" if last is None else f"the last by {type(last).__name__}: {last}"
         reason = f"all {num_samples} samples failed, {what}"
         return {"step": step, "samples": 0, "failed": num_samples, "reason": reason}
-    rewards = np.concatenate([episode_means([t.reward for t in ts], [t.episode for t in ts]) for ts in answered])
-    versions = [int(v) for ts in answered for t in ts for v in t.versions[t.loss_mask]]
+    versions = [int(v) for answers, _ in groups for t in answers for v in t.versions[t.loss_mask]]
     return {
         "step": step,
-        "reward_mean": float(rewards.mean()),
-        "samples": rewards.size,
-        "failed": num_samples - rewards.size,
+        **measure(rewards, config.samples, config.pass_reward),
+        "samples": num_answered,
+        "failed": num_samples - num_answered,
         "version_min": min(versions, default=step),
         "version_max": max(versions, default=step),
     }

@@ -23,7 +23,7 @@ from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
-from areal_hpc.report import LiveConsole, write_report
+from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
 from areal_hpc.roles.wiring.preflight import preflight
@@ -35,7 +35,12 @@ CHANGEABLE = (
     "archive.",
     "checkpoint.",
     "cluster.",
-    "evaluation.",
+    "evaluation.at_start",
+    "evaluation.every_steps",
+    "evaluation.num_prompts",
+    "evaluation.pass_reward",
+    "evaluation.samples",
+    "evaluation.temperature",
     "generation.max_running",
     "generation.replicas",
     "generation.threads",
@@ -103,7 +108,7 @@ def run_local(
                 raise
             log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
-    write_report(run)
+    report_run(run)
     return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
 
 
@@ -121,7 +126,7 @@ def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
 def _report_failed(run: RunDir) -> None:
     """How far a run came that has failed. Why it did must be told also where that, such as a full disk, stops this."""
     try:
-        write_report(run)
+        report_run(run)
     except OSError as error:
         log.warning("there is no report: %s", error)
 

@@ -29,7 +29,10 @@ FINISHING = ("trainer", "evaluator")
 
 
 def roles_of(config: Config) -> dict[str, int]:
-    """How many processes of each role a run has; a replay or an offline algorithm trains and does nothing else."""
+    """How many processes of each role a run has; a replay or an offline algorithm trains and does nothing else, and
+    `areal-hpc eval` does not train."""
+    if config.evaluation.checkpoint:
+        return {"generator": config.generation.replicas, "evaluator": 1}
     if config.replay.run or is_offline(config.algorithm):
         return {"trainer": config.trainer.ranks}
     return {

@@ -3,7 +3,7 @@
     first bucket ready
     pause all                            ---- sampling stops
     membership changed? every member joins a group of a fresh name w-<epoch>-<k> at a fresh port
-    each bucket: all members receive while rank 0 broadcasts
+    each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     all received, all checksums right    ---- the version barrier
     resume all under the new version     ---- sampling goes on
 
@@ -24,6 +24,7 @@ from areal_hpc.buckets import fingerprint, plan_buckets
 from areal_hpc.collective import device_for, interfaces
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
+from areal_hpc.weights.ahead import Ahead
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
 
@@ -106,15 +107,16 @@ class BroadcastTransport:
         sent = 0
         try:
             membership.require()
-            buckets = plan_buckets(stream, self._bucket_bytes, device=self._device)
-            first = list(itertools.islice(buckets, 1))
-            paused = time.monotonic()
-            await membership.all("pause", lambda target: target.pause())
-            await group.gather()
-            for bucket in itertools.chain(first, buckets):
-                await group.send(bucket)
-                specs += bucket.specs
-                sent += bucket.buffer.numel()
+            with Ahead(plan_buckets(stream, self._bucket_bytes, device=self._device)) as ahead:
+                bucket = await ahead.take()
+                paused = time.monotonic()
+                await membership.all("pause", lambda target: target.pause())
+                await group.gather()
+                while bucket is not None:
+                    await group.send(bucket)
+                    specs += bucket.specs
+                    sent += bucket.buffer.numel()
+                    bucket = await ahead.take()
             await membership.all("resume", lambda target: target.resume(version))
         finally:
             deque(stream, maxlen=0)

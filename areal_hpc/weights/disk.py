@@ -2,7 +2,7 @@
 
 write safetensors into a hidden directory     generation goes on
 manifest, fsync, rename                       the version appears, whole
-pause all -> load the directory -> resume all
+pause all -> load the directory, each tensor held against its CRC-32C -> resume all
 remove older versions
 
 An engine that comes later is caught up in the same way, alone.
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_hpc.buckets import Bucket, fingerprint, plan_buckets, unpack
+from areal_hpc.buckets import MANIFEST, Bucket, fingerprint, plan_buckets, unpack
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
@@ -35,7 +35,6 @@ from areal_hpc.weights.membership import Membership
 if TYPE_CHECKING:
     import torch
 
-MANIFEST = "manifest.json"
 VERSION_NAME = re.compile(r"v(\d{8})\.e(\d{8})\.(\d+)")
 UNFINISHED = ".tmp"
 

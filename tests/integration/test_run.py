@@ -6,21 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from forked import ForkedCommand, role_name
 from launched import (
     CONFIG,
     EVALUATE,
     GROUPS,
+    LIMIT_S,
     ROLES,
     STEPS,
     Launched,
     command,
+    environment,
     groups_in,
     launched,
     newest_checkpoint,
     num_consumed,
     state_of,
+    until,
 )
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch_file
@@ -145,6 +150,38 @@ def test_a_second_run_begins_with_what_was_exported(
         load_file(newest_checkpoint(started.run).path / "model.safetensors") for started in (finished[0], second)
     )
     assert all(np.array_equal(masters[name], tensor) for name, tensor in again.items())
+
+
+def test_an_evaluation_alone_measures_what_the_evaluator_of_the_run_did(
+    exported: Path, finished: tuple[Launched, list[str]], tmp_path: Path
+) -> None:
+    """The last checkpoint of the run, and the same weights as a Hugging Face directory: the same answers, each; also
+    where the evaluator or an engine is killed."""
+    run = finished[0].run
+    expected = read_json(run.evaluation(STEPS))
+    told = evaluated(run.config, tmp_path, "evaluator-0", "generation.replicas=2", "--checkpoint", str(run.root))
+    assert f"step {STEPS} of {run.root}\n" in told
+    found = read_json(tmp_path / f"run-eval-run-{STEPS}" / "summary.json")
+    evaluated(run.config, tmp_path, "generator-0", "--checkpoint", str(exported), "--out", str(tmp_path / "again"))
+    assert found["answers"] == read_json(tmp_path / "again" / "summary.json")["answers"] == expected["answers"]
+    assert found["reward_mean"] == expected["reward_mean"]
+    served, weights = (path / "model.safetensors" for path in (tmp_path / f"run-eval-run-{STEPS}" / "model", exported))
+    assert served.read_bytes() == weights.read_bytes()
+    assert (found["version_min"], found["version_max"], found["pass_at_1"]) == (STEPS, STEPS, 1.0)
+
+
+def evaluated(config: Path, directory: Path, victim: str, *words: str) -> str:
+    """Run ``areal-hpc eval`` to its end, with a role killed as soon as it is there; what was printed."""
+    output = directory / "eval.txt"
+    output.touch()
+    process = ForkedCommand(["eval", str(config), *EVALUATE, f"run_root={directory}", *words], output, environment())
+    children = psutil.Process(process.pid).children
+    until(f"{victim} to be there", lambda: [child for child in children() if role_name(child) == victim])[0].kill()
+    code = process.wait(LIMIT_S)
+    told = output.read_text(encoding="utf-8")
+    assert code == 0, told
+    assert f"{victim} ended with signal 9 (SIGKILL); it is started again" in told
+    return told
 
 
 def test_C2_C20_resuming_a_finished_run_ends_at_once_but_makes_up_a_lost_evaluation(

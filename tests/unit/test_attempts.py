@@ -262,7 +262,7 @@ def test_a_run_that_failed_has_a_report_unless_that_fails_too(
         if full:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launcher, "write_report", report)
+    monkeypatch.setattr(launcher, "report_run", report)
     dying([[], [], []])
     with pytest.raises(AttemptFailed, match="3 attempts in a row"):
         start(config)

@@ -257,13 +257,16 @@ def test_C14_C23_the_best_checkpoint_by_any_value_of_an_evaluation_stays(tmp_pat
     assert world.steps() == [2, 8]
 
 
-def test_a_value_that_no_evaluation_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    world = World(tmp_path / "run", keep=1, keep_best="acuracy")
-    evaluate(world, 1, accuracy=0.5)
+@pytest.mark.parametrize("name", ["acuracy", "answers"])
+def test_a_value_that_no_evaluation_has_as_a_number_is_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path / "run", keep=1, keep_best=name)
+    evaluate(world, 1, accuracy=0.5, answers=[{"id": "a", "rewards": [1.0]}])
     with caplog.at_level(logging.WARNING):
         world.commits.begin(1, weights=0)
         world.commits.settle(wait=True)
-    assert "no evaluation has acuracy; there are accuracy, epoch, step" in caplog.text
+    assert f"no evaluation has {name}; there are accuracy, epoch, step" in caplog.text
 
 
 # Several ranks

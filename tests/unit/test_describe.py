@@ -162,6 +162,9 @@ evaluation.at_start: bool
 evaluation.num_prompts: int
 evaluation.samples: int
 evaluation.temperature: float
+evaluation.pass_reward: float
+evaluation.checkpoint: str
+evaluation.step: int
 checkpoint.every_steps: int
 checkpoint.keep: int
 checkpoint.keep_every: int

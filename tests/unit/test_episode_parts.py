@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from areal_hpc.config.schema import (
 )
 from areal_hpc.generation.connection import EngineLost
 from areal_hpc.generation.router import Router
-from areal_hpc.roles.wiring.episodes import engines_text, evaluation_rollout
+from areal_hpc.roles.wiring.episodes import engines_text, evaluation_rollout, record_routing
 from areal_hpc.types import Completion, GenerationRequest, Sampling
 
 
@@ -78,3 +79,26 @@ def test_D27_a_stall_says_how_each_engine_stands() -> None:
         await router.close()
 
     asyncio.run(test())
+
+
+def test_a_worker_records_what_its_engines_have_to_do_and_which_is_out() -> None:
+    """At once, and not only after the first pause."""
+
+    async def body() -> None:
+        router, records = Router([Broken("a"), Broken("b")], probe_s=100, wait_s=1), list[tuple[str, dict[str, Any]]]()
+        request = GenerationRequest(request_id="r", token_ids=(1, 2), sampling=Sampling(max_new_tokens=5))
+        with pytest.raises(EngineLost):
+            await router.generate(request)
+        asking = asyncio.create_task(router.generate(request))
+        await asyncio.sleep(0)
+        recording = asyncio.create_task(
+            record_routing(router, lambda kind, values: records.append((kind, dict(values))))
+        )
+        await asyncio.sleep(0)
+        assert records == [("routing", {"a": "a hung up", "b": 7})]
+        for task in (asking, recording):
+            task.cancel()
+        await asyncio.gather(asking, recording, return_exceptions=True)
+        await router.close()
+
+    asyncio.run(body())

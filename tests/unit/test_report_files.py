@@ -214,6 +214,26 @@ def test_a_fresh_attempt_shows_where_the_one_before_came_to(two_attempts: RunDir
     assert shown["evaluation"] == "0.5 at step 8"
 
 
+def test_the_status_shows_what_each_engine_has_to_do(two_attempts: RunDir) -> None:
+    """The sum over the workers that still report; an engine that one of them gives nothing is out, with the reason."""
+    records = [
+        Record(time=START + second, role="rollout", index=index, epoch=2, kind="routing", values=values)
+        for second, index, values in (
+            (10.0, 0, {"generator-0": 9000, "generator-1": 1}),  # superseded
+            (50.0, 0, {"generator-0": 1200, "generator-1": 30}),
+            (51.0, 1, {"generator-0": 34, "generator-1": "it serves\nversion 3"}),
+            (1.0, 2, {"generator-0": 7}),  # this worker has said nothing since
+        )
+    ]
+    path = two_attempts.attempt(2).records("rollout", 0)
+    path.write_bytes(path.read_bytes() + b"".join(map(to_line, records)))
+    lines = status_lines(two_attempts, lambda: START, ask=lambda _: None)
+    (engines,) = [line for line in lines if line.startswith("engines")]
+    assert engines.split(maxsplit=1)[1] == (
+        "generator-0 1,234 tokens outstanding, generator-1 is out: it serves\\nversion 3"
+    )
+
+
 def test_the_status_says_that_nothing_is_kept_also_before_the_first_step_of_an_attempt(two_attempts: RunDir) -> None:
     filtered = ("group", {"outcome": "filtered", "reason": "zero_variance"})
     write(two_attempts, 3, "rollout", [("group", {"outcome": "sealed", "reason": ""}), *[filtered] * 40])

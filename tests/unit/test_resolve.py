@@ -186,6 +186,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_time_limits": ({"rollout__reward_timeout_s": 601.0}, "rollout.reward_timeout_s: 601 s is longer"),
     "check_time_limits, starve": ({"limits__starve_s": 599.0}, "limits.starve_s: 599 s ends the run while an episode"),
     "check_evaluation": ({"evaluation__every_steps": 5}, "evaluation.every_steps: there is nothing to evaluate on"),
+    "check_evaluated": (
+        {"evaluation__checkpoint": "runs/a"},
+        "evaluation.checkpoint: runs/a is not what model.path",
+    ),
+    "check_evaluated, step": ({"evaluation__step": 5}, "evaluation.step: is of evaluation.checkpoint, which is empty"),
     "check_deterministic": (
         {"deterministic": True, "generation__backend": EngineName.SGLANG},
         "generation.backend: sglang is not known to be deterministic; choose embedded, or set deterministic to false",

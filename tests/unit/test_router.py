@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation import router as router_module
@@ -219,3 +221,72 @@ def test_sessions_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) ->
         assert list(router._sessions) == ["a", "c"]
 
     drive(scenario, num=1)
+
+
+class Fates:
+    """An engine that lets each request end as its id says."""
+
+    version = 0
+
+    def __init__(self, name: str, sick: bool) -> None:
+        self.name, self.sick, self.holding = name, sick, asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        fate = request.request_id.split("/")[1]
+        await asyncio.sleep(0)
+        if fate in FAILURES:
+            raise FAILURES[fate](f"{self.name} lets it be {fate}")
+        if fate == "held":
+            await self.holding.wait()
+        return await ScriptedGenerator([[1]]).generate(request)
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def probe(self) -> int:
+        if self.sick:
+            raise GenerationError(f"{self.name} is not healthy")
+        return self.version
+
+    async def close(self) -> None: ...
+
+
+FAILURES: dict[str, type[Exception]] = {
+    "failed": GenerationError,
+    "lost": EngineLost,
+    "refused": EngineRefused,
+    "buggy": ValueError,
+}
+FATE = st.sampled_from(["answered", "held", *FAILURES])
+WHEN = st.sampled_from(["cancelled", "left", "outdated"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(FATE, st.integers(0, 99), st.integers(0, 2)), max_size=12), st.lists(st.booleans()), WHEN)
+def test_J18_no_load_is_left_however_requests_end(
+    asked: list[tuple[str, int, int]], sick: list[bool], rest: str
+) -> None:
+    """Answered, failed, lost, refused and tried elsewhere, cancelled, or taken from an engine that fell behind."""
+
+    async def body() -> None:
+        engines = [Fates(f"engine-{k}", ill) for k, ill in enumerate([False, *sick[:2]])]
+        router = Router(engines, probe_s=0.001, wait_s=0.02)
+        tasks = [
+            asyncio.create_task(router.generate(request(f"{number}/{fate}", f"s{session}", num)))
+            for number, (fate, num, session) in enumerate(asked)
+        ]
+        await asyncio.sleep(0.001)
+        assert all(tokens >= 0 for tokens in router.outstanding().values())
+        if rest == "cancelled":
+            for task in tasks:
+                task.cancel()
+        elif rest == "outdated":
+            await router.expect(1)
+        for engine in engines:
+            engine.holding.set()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert set(router.outstanding().values()) == {0}
+        assert router._serving == {}
+        await router.close()
+
+    asyncio.run(body())

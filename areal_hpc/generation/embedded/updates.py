@@ -5,7 +5,8 @@
     load_bucket(...)   any number    received beside the engine's thread, copied between two of its steps
     end()                            every parameter has come: the new version serves
 
-    load_directory(path)             the same from safetensors on disk, checked before the first byte is copied
+    load_directory(path)             the same from safetensors on disk: shapes are checked before the first byte is
+                                     copied, the checksums of a trainer's update as its tensors come
 
 An update that fails after it may have replaced a tensor leaves a mixture of two versions. Then, and whenever a bucket's
 checksum differs, the engine is quarantined: it serves nothing until a whole update or directory has been loaded.
@@ -14,7 +15,7 @@ checksum differs, the engine is quarantined: it serves nothing until a whole upd
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -22,9 +23,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from areal_hpc.buckets import checksum, dtype_named, num_bytes
+from areal_hpc.buckets import MANIFEST, checksum, dtype_named, num_bytes
 from areal_hpc.collective import interfaces, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
+from areal_hpc.fs import read_json
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
 from areal_hpc.pretrained.files import check_shapes, read_weights
@@ -170,7 +172,7 @@ class WeightUpdates:
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
             num_unfinished = self._call(lambda: len(self._scheduler.unfinished))
-            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(read_weights(directory))))
+            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(_verified(directory))))
             self._session = None
             self._serve(version, flush_cache=flush_cache, whole=True)
             return num_unfinished
@@ -240,6 +242,25 @@ def _receive_each(group: dist.ProcessGroup, specs: Iterable[TensorSpec]) -> list
     for _, tensor in weights:
         dist.broadcast(tensor, group=group, group_src=0)
     return weights
+
+
+def _verified(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in ``directory``; where a trainer wrote it for its engines, each is what it wrote.
+
+    Raises:
+        WeightUpdateError: it is not, so a disk or a network between has changed it; names the tensor.
+    """
+    if not (directory / MANIFEST).is_file():  # a model as Hugging Face has it
+        yield from read_weights(directory)
+        return
+    files = read_json(directory / MANIFEST)["files"].values()
+    sums = {name: crc for file in files for name, crc in file["crc32c"].items()}
+    for name, tensor in read_weights(directory):
+        if checksum(tensor) != sums.get(name):
+            raise WeightUpdateError(
+                f"weight {name!r} in {directory} has other bytes than the trainer wrote (CRC-32C differs)"
+            )
+        yield name, tensor
 
 
 def _check(weights: Iterable[tuple[str, torch.Tensor]], specs: Iterable[TensorSpec]) -> None:

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.buffer.control import read_replaced
-from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.derived import engine_ranks, exported_model
 from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError, DataError
-from areal_hpc.fs import fsync_directory
+from areal_hpc.fs import RunDir, fsync_directory
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Router
+from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.telemetry import add_secret
 
@@ -56,7 +57,7 @@ def check_model_path(config: Config) -> None:
         ConfigError: its maker cannot be imported.
     """
     path = Path(config.model.path)
-    if path.is_dir():
+    if path.is_dir() or _is_exported(config):
         return
     if not config.model.maker:
         raise DataError(
@@ -66,13 +67,25 @@ def check_model_path(config: Config) -> None:
     dotted(config.model.maker, "model.maker")
 
 
+def _is_exported(config: Config) -> bool:
+    """Whether the model directory is made of a run's checkpoint, for `areal-hpc eval`."""
+    return config.evaluation.checkpoint != "" and config.model.path == exported_model(config)
+
+
 def make_model(config: Config) -> None:
     """Write the model directory if it is not there: only a launcher does that.
 
     Several runs may want it at once. Each makes its own beside it, and the first that is whole gets the name.
+
+    Raises:
+        CheckpointError, DataError: it is to be made of a checkpoint, and cannot; see ``export``.
     """
     path = Path(config.model.path)
     if path.is_dir():
+        return
+    if _is_exported(config):
+        log.info("exporting step %d of %s", config.evaluation.step, config.evaluation.checkpoint)
+        export(RunDir.open(Path(config.evaluation.checkpoint)), config.evaluation.step, path)
         return
     log.info("making the model %s (this happens once)", path)
     maker = dotted(config.model.maker, "model.maker")
@@ -116,7 +129,7 @@ async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         max_tokens=config.model.max_tokens,
         threads=config.generation.threads,
         seed=config.seed * 1009 + process.index,
-        version="0",
+        version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,
     )
     engine.start()

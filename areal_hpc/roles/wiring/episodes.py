@@ -21,12 +21,14 @@ from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.agents import make_workflow
 from areal_hpc.roles.wiring.engines import make_router
 from areal_hpc.roles.wiring.evaluations import results
-from areal_hpc.rollout.episodes import EpisodeRunner
+from areal_hpc.rollout.episodes import EpisodeRunner, Record
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.types import Completion, GenerationRequest, Prompt
 from areal_hpc.waits import LEADER
 from areal_hpc.watermark import Watermark
+
+ROUTING_S = 2.0
 
 
 class Pinned:
@@ -54,6 +56,14 @@ def engines_text(router: Router) -> str:
     return f"; the engines: {', '.join(parts)}"
 
 
+async def record_routing(router: Router, record: Record) -> None:
+    """Record how each engine stands as this worker's router has it, every ``ROUTING_S``: its outstanding tokens, or why
+    it is out."""
+    while True:
+        record("routing", {**router.outstanding(), **router.out()})
+        await asyncio.sleep(ROUTING_S)
+
+
 def make_reward_pool(config: Config) -> RewardPool:
     rollout = config.rollout
     return RewardPool(rollout.reward, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout_s)
@@ -77,6 +87,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
         order=fixed_order(config),
     )
     generator = Pinned(router, lambda: writer.version.step)
+    recording = asyncio.create_task(record_routing(router, process.recorder.record))
     try:
         await pool.start()
         stream = PromptStream(
@@ -103,6 +114,8 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
                 deterministic=config.deterministic,
             )
     finally:
+        recording.cancel()
+        await asyncio.wait({recording})
         writer.close()
         await pool.close()
         await router.close()
