@@ -276,6 +276,9 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` then returns what there is, with stop reason ``ABORT``.
 
+        SGLang 0.5.21 loses an abort of a request that came during a pause, before the pause is over, and heeds no
+        second one: such a request runs to its end.
+
         Raises:
             GenerationError: the engine took the order and went on with the request.
         """
