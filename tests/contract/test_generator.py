@@ -132,13 +132,13 @@ def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Callable[[]
     async def scenario(made: Any) -> None:
         told: list[int] = []
         before_the_end: list[int] = []
-        asking = asyncio.create_task(made.generate(replace(request(300), on_tokens=told.extend)))
+        asking = asyncio.create_task(made.generate(replace(asked(300), on_tokens=told.extend)))
         while not asking.done():
             before_the_end.append(len(told))
             await asyncio.sleep(0.001)
         completion = asking.result()
         assert told == completion.token_ids.tolist()
-        assert completion.token_ids.tolist() == (await made.generate(request(300, "again"))).token_ids.tolist()
+        assert completion.token_ids.tolist() == (await made.generate(asked(300, "again"))).token_ids.tolist()
         assert completion.logprobs.shape == completion.versions.shape == (300,)
         assert len({count for count in before_the_end if 0 < count < 300}) > 1  # not all at once
 
