@@ -75,7 +75,7 @@ class SglangServer:
             "version": int(model["weight_version"]),
             "running": sum(rank["num_running_reqs"] for rank in ranks),
             "queued": sum(rank["num_waiting_reqs"] for rank in ranks),
-            "tokens_per_s": sum(rank["gen_throughput"] for rank in ranks if rank["num_running_reqs"]),
+            "tokens_per_s": sum(rank["gen_throughput"] for rank in ranks),
         }
 
     async def _get(self, path: str) -> Mapping[str, Any]:
