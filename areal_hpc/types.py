@@ -76,7 +76,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    """Go on past the end of a turn. SGLang then heeds no ``stop_token_ids`` either."""
     seed: int | None = None
+    """SGLang heeds it only if its server was started with ``enable_deterministic_inference``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

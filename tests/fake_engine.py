@@ -57,6 +57,7 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: list[asyncio.BaseTransport] = field(default_factory=list)  # the one that each call came on
     frozen: bool = False
+    mode: str = ""
     begun: bool = False
     runs: dict[str, Run] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +150,8 @@ class FakeEngine:
 
     async def pause(self, request: web.Request) -> web.Response:
         self.frozen = True
-        if (await request.json())["mode"] == "abort":
+        self.mode = (await request.json())["mode"]
+        if self.mode == "abort":
             self.end_all()
         return web.json_response({"status": "ok"})
 
@@ -242,7 +244,8 @@ class FakeEngine:
         return web.json_response({"success": True, "new_version": self.version})
 
     async def flush(self, _: web.Request) -> web.Response:
-        return web.Response(status=400 if self.runs else 200, text="pending" if self.runs else "flushed")
+        pending = bool(self.runs) and not (self.frozen and self.mode == "retract")
+        return web.Response(status=400 if pending else 200, text="pending" if pending else "flushed")
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()

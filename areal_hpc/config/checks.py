@@ -20,6 +20,7 @@ from areal_hpc.config.derived import (
     signal_lead_s,
     time_limit_s,
 )
+from areal_hpc.config.engines import OWN_ARGUMENTS
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
@@ -135,6 +136,9 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
 def check_server_args(config: Config) -> Iterator[str]:
     if config.generation.backend is EngineName.EMBEDDED and config.generation.server_args:
         yield "generation.server_args: the embedded engine takes none; remove them, or choose sglang or vllm"
+    for name in config.generation.server_args:
+        if instead := OWN_ARGUMENTS.get(name.lstrip("-").replace("-", "_")):
+            yield f"generation.server_args.{name}: remove it; {instead}"
 
 
 def check_algorithm_settings(config: Config) -> Iterator[str]:

@@ -19,6 +19,28 @@ class TransportName(StrEnum):
     DISK = "disk"
 
 
+OWN_ARGUMENTS: Mapping[str, str] = {
+    "admin_api_key": "the run makes its keys itself",
+    "api_key": "the run makes its keys itself",
+    "config": "write its arguments here instead",
+    "context_length": "set model.max_tokens",
+    "dtype": "set model.dtype",
+    "host": "the run listens where its processes find it",
+    "max_running_requests": "set generation.max_running",
+    "model": "set model.path",
+    "model_path": "set model.path",
+    "nccl_port": "the run takes ports from the kernel",
+    "port": "the run takes ports from the kernel",
+    "pp_size": "set generation.pipeline_parallel",
+    "pipeline_parallel_size": "set generation.pipeline_parallel",
+    "tensor_parallel_size": "set generation.tensor_parallel",
+    "tp": "set generation.tensor_parallel",
+    "tp_size": "set generation.tensor_parallel",
+    "weight_version": "the trainer names the weights",
+}
+"""Arguments of the engine's server that the run gives itself, and what to do instead of giving them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationConfig:
     backend: EngineName = EngineName.EMBEDDED
@@ -33,8 +55,11 @@ class GenerationConfig:
     """Sequences an engine decodes at once; more wait in its queue."""
     threads: int = 1
     """CPU threads of one embedded engine."""
+    python: str = ""
+    """Python of the environment that SGLang is installed in, such as `examples/sglang_environment` makes; empty is the
+    run's own."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments handed to the engine's own server untouched."""
+    """Arguments handed to the engine's own server untouched, by its names: `{mem_fraction_static: 0.8}`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,9 @@
       updated meanwhile? each token has its version  await client.load_bucket(name, specs)   each bucket
                                                      await client.resume(version)
 
-An update is made in the one way that is right on every engine. Where the engine reports version spans, a pause freezes
-running requests in place and they go on under the new weights, keeping their cache. Where it does not, a pause ends
+How running requests live through an update depends on what the engine can do (``PauseMode``). SGLang from 0.5.21 on
+takes them back into its queue and computes their prefixes anew, so that every token comes from the weights it is said
+to come from. Engines that report version spans and cannot do that freeze them in place, with their cache. Others end
 them: what they have so far comes back, and the client asks for the rest. So an answer without spans has one version.
 A stop string that straddles such an interruption is not seen by the engine; stop token ids always are.
 
@@ -20,6 +21,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,19 @@ from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorS
 
 FIRST_VERSION_WITH_SPANS = (0, 5, 19)
 """The first SGLang whose answers say which weights sampled which tokens."""
+FIRST_VERSION_THAT_RETRACTS = (0, 5, 21)
+"""The first SGLang whose cache can be flushed while retracted requests wait; an older one refuses, or dies of it."""
+
+
+class PauseMode(StrEnum):
+    """What becomes of running requests, by SGLang's names for it."""
+
+    RETRACT = "retract"
+    """They wait and are computed anew. Only this forgets all that old weights have computed: SGLang shares prefixes
+    between requests, and while any runs its cache cannot be flushed, so that new requests would go on from old keys
+    and values under a new version's name."""
+    IN_PLACE = "in_place"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +75,10 @@ class Limits:
 class Capabilities:
     """What an engine can do beyond the oldest API, read once from its ``/server_info``."""
 
-    in_place: bool
+    spans: bool
     """It reports version spans, so that updates need not interrupt."""
+    retracts: bool
+    """It takes running requests back, and lets its cache be flushed meanwhile."""
     checksums: bool
     """It compares the CRC-32C of each tensor it receives."""
     quarantined: bool
@@ -73,10 +90,16 @@ class Capabilities:
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
         ours = info.get("areal_hpc") or {}
         return cls(
-            in_place=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
+            spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
+            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
             checksums=bool(ours.get("checksums")),
             quarantined=bool(info.get("quarantined")),
         )
+
+    def pause_mode(self) -> PauseMode:
+        if self.retracts:
+            return PauseMode.RETRACT
+        return PauseMode.IN_PLACE if self.spans else PauseMode.ABORT
 
 
 @dataclass(slots=True)
@@ -245,15 +268,16 @@ class EngineClient:
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)
         if status != 200:
             raise BadAnswer(f"status {status}, {excerpt(answer)}")
-        parsed = parse_answer(
-            answer, budget=budget, pinned=pinned, initial=self._initial, in_place=capabilities.in_place
-        )
+        parsed = parse_answer(answer, budget=budget, pinned=pinned, initial=self._initial, in_place=capabilities.spans)
         if incarnation == self.incarnation:
             self.version = max(self.version, *parsed.versions[-1:], pinned)
         return parsed
 
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` then returns what there is, with stop reason ``ABORT``.
+
+        SGLang 0.5.21 loses an abort of a request that came during a pause, before the pause is over, and heeds no
+        second one: such a request runs to its end.
 
         Raises:
             GenerationError: the engine took the order and went on with the request.
@@ -294,8 +318,7 @@ class EngineClient:
         """Stop sampling. Running requests freeze, or come back as far as they are where updates interrupt."""
         try:
             capabilities = await self._probed()
-            mode = "in_place" if capabilities.in_place else "abort"
-            await self._http.order("/pause_generation", {"mode": mode}, self.limits.admin_s)
+            await self._http.order("/pause_generation", {"mode": capabilities.pause_mode()}, self.limits.admin_s)
             if self._in_session:  # of an update that failed; either answer leaves none open
                 await self._http.call("POST", "/end_weight_update", {}, self.limits.admin_s)
                 self._in_session = False
@@ -344,7 +367,7 @@ class EngineClient:
             self._in_session = False
         await self._order("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         # Prefixes computed by old weights go. Frozen requests need theirs: an engine that has any refuses, with 400.
-        frozen = self._capabilities is not None and self._capabilities.in_place
+        frozen = self._capabilities is not None and self._capabilities.pause_mode() is PauseMode.IN_PLACE
         await self._order("/flush_cache", {}, also=400 if frozen else 200)
         await self._order("/continue_generation", {})
         self.version = version

@@ -7,12 +7,11 @@ brought it to the run's weight version: rollout workers get no ticket until then
 from __future__ import annotations
 
 import asyncio
-import time
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import serve_engine
+from areal_hpc.roles.wiring.serving import serve_engine
 
 REPORT_S = 1.0
 
@@ -26,18 +25,14 @@ async def _serve(process: RoleProcess) -> None:
     """Serve, and record the load once a second.
 
     Raises:
-        GenerationError: the engine's own loop has ended.
+        GenerationError: the engine has ended, or it does not answer.
     """
     async with serve_engine(process) as engine:
         process.publish_endpoint({"url": engine.url})
         process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
-        sampled, since = 0, time.monotonic()
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
             if not engine.alive():
                 raise GenerationError(f"the engine of {process.name} has ended; see the log above")
-            load, now = engine.load(), time.monotonic()
-            rate = (load["tokens"] - sampled) / (now - since)
-            sampled, since = load["tokens"], now
-            process.recorder.record("generation", {**load, "tokens_per_s": rate})
+            process.recorder.record("generation", await engine.load())

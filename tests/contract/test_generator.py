@@ -1,4 +1,4 @@
-"""The same cases for every Generator: the scripted fake, a client of a real embedded engine, and a router over it."""
+"""The same cases for every Generator: the scripted fake, clients of the embedded engine and of SGLang, and a router."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["scripted", "client", "router"])
+@pytest.fixture(params=["scripted", "client", "router", pytest.param("sglang", marks=pytest.mark.sglang)])
 def generator(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Opens the generator under test inside the running loop."""
     kind: str = request.param
-    url = "" if kind == "scripted" else request.getfixturevalue("engine_url")
+    url = "" if kind == "scripted" else request.getfixturevalue("sglang_url" if kind == "sglang" else "engine_url")
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Any]:
@@ -55,7 +55,7 @@ def generator(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return opened
 
 
-def request(num: int, request_id: str = "r", **sampling: Any) -> GenerationRequest:
+def asked(num: int, request_id: str = "r", **sampling: Any) -> GenerationRequest:
     options = {"temperature": 0.0, "ignore_eos": True} | sampling
     return GenerationRequest(request_id=request_id, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num, **options))
 
@@ -69,7 +69,7 @@ def run(generator: Callable[[], Any], scenario: Callable[[Any], Awaitable[Any]])
 
 
 def test_every_token_has_a_log_prob_and_a_version(generator: Callable[[], Any]) -> None:
-    completion = run(generator, lambda made: made.generate(request(12)))
+    completion = run(generator, lambda made: made.generate(asked(12)))
     assert completion.token_ids.shape == completion.logprobs.shape == completion.versions.shape == (12,)
     assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
     assert np.isfinite(completion.logprobs).all()
@@ -80,8 +80,8 @@ def test_every_token_has_a_log_prob_and_a_version(generator: Callable[[], Any]) 
 
 def test_a_stop_token_ends_the_answer_and_is_part_of_it(generator: Callable[[], Any]) -> None:
     async def scenario(made: Any) -> None:
-        whole = (await made.generate(request(8))).token_ids.tolist()
-        stopped = await made.generate(request(8, "r2", stop_token_ids=(whole[3],)))
+        whole = (await made.generate(asked(8))).token_ids.tolist()
+        stopped = await made.generate(asked(8, "r2", stop_token_ids=(whole[3],), ignore_eos=False))
         assert stopped.token_ids.tolist() == whole[: whole.index(whole[3]) + 1]
         assert stopped.stop is StopReason.STOP
 
@@ -90,8 +90,8 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(generator: Callable[[], 
 
 def test_many_at_once_do_not_mix(generator: Callable[[], Any]) -> None:
     async def scenario(made: Any) -> None:
-        alone = [await made.generate(request(num, f"alone{num}")) for num in (1, 5, 9)]
-        together = await asyncio.gather(*(made.generate(request(num, f"together{num}")) for num in (1, 5, 9)))
+        alone = [await made.generate(asked(num, f"alone{num}")) for num in (1, 5, 9)]
+        together = await asyncio.gather(*(made.generate(asked(num, f"together{num}")) for num in (1, 5, 9)))
         assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
 
     run(generator, scenario)
@@ -99,8 +99,8 @@ def test_many_at_once_do_not_mix(generator: Callable[[], Any]) -> None:
 
 def test_an_aborted_answer_is_a_beginning_and_says_so(generator: Callable[[], Any]) -> None:
     async def scenario(made: Any) -> None:
-        whole = (await made.generate(request(900, "whole"))).token_ids.tolist()
-        asking = asyncio.create_task(made.generate(request(900, "cut")))
+        whole = (await made.generate(asked(900, "whole"))).token_ids.tolist()
+        asking = asyncio.create_task(made.generate(asked(900, "cut")))
         await asyncio.sleep(0.05)
         await made.abort("cut")
         cut = await asking
@@ -111,15 +111,18 @@ def test_an_aborted_answer_is_a_beginning_and_says_so(generator: Callable[[], An
     run(generator, scenario)
 
 
-def test_a_request_that_the_engine_refuses_is_a_generation_error(engine_url: str) -> None:
+@pytest.mark.parametrize("url", ["engine_url", pytest.param("sglang_url", marks=pytest.mark.sglang)])
+def test_a_request_that_the_engine_refuses_is_a_generation_error(url: str, request: pytest.FixtureRequest) -> None:
+    engine_url: str = request.getfixturevalue(url)
+
     async def scenario() -> None:
         client = EngineClient("engine-0", engine_url, token="secret")
         with pytest.raises(GenerationError, match=r"engine-0.*status 400"):
-            await client.generate(request(100_000))
+            await client.generate(asked(100_000))
         await client.close()
         stranger = EngineClient("engine-0", engine_url, token="wrong")
         with pytest.raises(GenerationError, match="status 401"):
-            await stranger.generate(request(4))
+            await stranger.generate(asked(4))
         await stranger.close()
 
     asyncio.run(scenario())
@@ -129,13 +132,13 @@ def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Callable[[]
     async def scenario(made: Any) -> None:
         told: list[int] = []
         before_the_end: list[int] = []
-        asking = asyncio.create_task(made.generate(replace(request(300), on_tokens=told.extend)))
+        asking = asyncio.create_task(made.generate(replace(asked(300), on_tokens=told.extend)))
         while not asking.done():
             before_the_end.append(len(told))
             await asyncio.sleep(0.001)
         completion = asking.result()
         assert told == completion.token_ids.tolist()
-        assert completion.token_ids.tolist() == (await made.generate(request(300, "again"))).token_ids.tolist()
+        assert completion.token_ids.tolist() == (await made.generate(asked(300, "again"))).token_ids.tolist()
         assert completion.logprobs.shape == completion.versions.shape == (300,)
         assert len({count for count in before_the_end if 0 < count < 300}) > 1  # not all at once
 

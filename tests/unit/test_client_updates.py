@@ -10,7 +10,7 @@ from driven import PROMPT, drive, request, until, update
 from fake_engine import FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.generation.client import Capabilities, EngineClient
+from areal_hpc.generation.client import EngineClient, PauseMode
 from areal_hpc.generation.connection import ATTEMPTS
 from areal_hpc.types import StopReason
 
@@ -34,7 +34,7 @@ def test_an_update_follows_the_recipe() -> None:
     engine = FakeEngine()
     drive(engine, update)
     assert orders(engine) == UPDATE
-    assert engine.bodies("/pause_generation") == [{"mode": "in_place"}]
+    assert engine.bodies("/pause_generation") == [{"mode": "retract"}]
     assert engine.bodies("/update_weight_version") == [{"new_version": "9", "abort_all_requests": False}]
     for body in engine.bodies("/update_weights_from_distributed"):
         assert body == {
@@ -65,19 +65,33 @@ def test_checksums_go_only_to_an_engine_that_announces_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "in_place"),
+    ("info", "mode"),
     [
-        ({"version": "0.5.18"}, False),
-        ({"version": "0.5.19"}, True),
-        ({"version": "0.5.21.post1"}, True),
-        ({"version": "0.6.0rc1"}, True),
-        ({"version": "1.0"}, True),
-        ({}, False),
-        ({"version": "areal-embedded", "areal_hpc": {"checksums": True}}, True),
+        ({"version": "0.5.18"}, PauseMode.ABORT),
+        ({"version": "0.5.19"}, PauseMode.IN_PLACE),
+        ({"version": "0.5.20.post1"}, PauseMode.IN_PLACE),
+        ({"version": "0.5.21"}, PauseMode.RETRACT),
+        ({"version": "0.6.0rc1"}, PauseMode.RETRACT),
+        ({"version": "1.0"}, PauseMode.RETRACT),
+        ({}, PauseMode.ABORT),
+        ({"version": "areal-embedded", "areal_hpc": {"checksums": True}}, PauseMode.IN_PLACE),
     ],
 )
-def test_capabilities(info: dict[str, Any], in_place: bool) -> None:
-    assert Capabilities.read(info).in_place is in_place
+def test_running_requests_go_through_an_update_as_the_engine_can(info: dict[str, Any], mode: PauseMode) -> None:
+    engine = FakeEngine(info=info, sessions=mode is PauseMode.RETRACT, spans=mode is not PauseMode.ABORT)
+    drive(engine, update)
+    assert engine.bodies("/pause_generation") == [{"mode": mode}]
+
+
+def test_D18_an_engine_that_keeps_what_old_weights_have_cached_is_not_resumed() -> None:
+    engine = FakeEngine(faults={"/flush_cache": [400] * 4})
+
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(WeightUpdateError, match="flush_cache"):
+            await update(client)
+        assert engine.frozen
+
+    drive(engine, scenario)
 
 
 def test_an_update_in_the_middle_keeps_the_tokens_and_gives_two_versions() -> None:

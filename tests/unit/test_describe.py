@@ -153,6 +153,7 @@ generation.tensor_parallel: int
 generation.pipeline_parallel: int
 generation.max_running: int
 generation.threads: int
+generation.python: str
 generation.server_args: mapping
 weights.transport: broadcast | disk
 weights.bucket_mb: float

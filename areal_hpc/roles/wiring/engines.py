@@ -1,4 +1,4 @@
-"""The model directory, this replica's engine, and clients of all engines."""
+"""The model directory, and clients of all engines."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import hmac
 import importlib
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from areal_hpc.accelerator import compute_deterministically
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.config.derived import engine_ranks, exported_model
 from areal_hpc.config.paths import FROM_HERE
-from areal_hpc.config.schema import Config, EngineName
+from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.fs import RunDir, fsync_directory
 from areal_hpc.generation.client import EngineClient, Limits
@@ -26,9 +23,6 @@ from areal_hpc.generation.router import Router
 from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.telemetry import add_secret
-
-if TYPE_CHECKING:
-    from areal_hpc.generation.embedded.engine import EmbeddedEngine
 
 log = logging.getLogger(__name__)
 
@@ -102,63 +96,14 @@ def make_model(config: Config) -> None:
     fsync_directory(path.parent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedEngine:
-    """One engine replica as its role process sees it."""
-
-    url: str
-    alive: Callable[[], bool]
-    load: Callable[[], Mapping[str, Any]]
-    """Sequences running and queued, tokens sampled so far."""
-
-
-@asynccontextmanager
-async def serve_engine(process: RoleProcess) -> AsyncIterator[ServedEngine]:
-    """This replica's engine, answering HTTP on this host's address in the run."""
-    config = process.config
-    assert config.generation.backend is EngineName.EMBEDDED, "preflight lets no other pass"
-    from areal_hpc.generation.embedded.engine import EmbeddedEngine
-    from areal_hpc.generation.embedded.server import start_server
-
-    if config.deterministic:
-        compute_deterministically()
-    engine = EmbeddedEngine(
-        config.model.path,
-        dtype=config.model.dtype,
-        max_running=config.generation.max_running,
-        max_tokens=config.model.max_tokens,
-        threads=config.generation.threads,
-        seed=config.seed * 1009 + process.index,
-        version=str(config.evaluation.step),
-        update_timeout_s=config.limits.weight_update_s,
-    )
-    engine.start()
-    token = _token(process, process.index, process.incarnation)
-    url, server = await start_server(engine, host=process.host, token=token)
-    try:
-        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=lambda: _load(engine))
-    finally:
-        await server.cleanup()
-        engine.close()
-
-
-def _load(engine: EmbeddedEngine) -> dict[str, Any]:
-    stats = engine.scheduler.stats()
-    return {
-        "version": int(engine.scheduler.version),
-        "running": stats["num_running"],
-        "queued": stats["num_waiting"],
-        "tokens": stats["num_generated_tokens"],
-    }
-
-
 def engine_token(run_token: str, epoch: int, index: int, incarnation: int) -> str:
     """What the server of one generator process asks for: no other process of the run takes it."""
     identity = f"{epoch}/generator-{index}/{incarnation}"
     return hmac.new(run_token.encode(), identity.encode(), hashlib.sha256).hexdigest()
 
 
-def _token(process: RoleProcess, index: int, incarnation: int) -> str:
+def token_of(process: RoleProcess, index: int, incarnation: int) -> str:
+    """The same for an engine of this attempt; kept out of this process's log."""
     token = engine_token(process.token, process.epoch, index, incarnation)
     add_secret(token)
     return token
@@ -177,7 +122,7 @@ def _client(process: RoleProcess, index: int) -> EngineClient:
 
     def address(endpoint: Mapping[str, Any]) -> Address:
         incarnation = int(endpoint["incarnation"])
-        return Address(url=endpoint["url"], token=_token(process, index, incarnation), incarnation=incarnation)
+        return Address(url=endpoint["url"], token=token_of(process, index, incarnation), incarnation=incarnation)
 
     def locate() -> Address | None:
         endpoint = read_replaced(process.attempt.endpoint("generator", index))

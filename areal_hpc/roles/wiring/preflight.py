@@ -14,6 +14,7 @@ from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.engines import check_model_path, dotted
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
+from areal_hpc.roles.wiring.serving import check_sglang
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.training.megatron.requirements import check_model, require_megatron
 
@@ -48,8 +49,10 @@ def preflight(config: Config) -> None:
 
 
 def _refuse_what_cannot_start(config: Config) -> None:
-    if config.generation.backend is not EngineName.EMBEDDED:
-        raise ConfigError(f"generation.backend: this version cannot start {config.generation.backend}; use embedded")
+    if config.generation.backend is EngineName.VLLM:
+        raise ConfigError("generation.backend: this version cannot start vllm; use sglang or embedded")
+    if config.generation.backend is EngineName.SGLANG:
+        check_sglang(config)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
         require_megatron()
 

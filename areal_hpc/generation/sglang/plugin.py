@@ -1,0 +1,35 @@
+"""What SGLang finds under its entry point group ``sglang.srt.platforms``: a CPU platform, if it is asked for by name.
+
+SGLang activates every platform plugin that is installed unless ``SGLANG_PLATFORM`` names one. A GPU server in the same
+environment must not become a CPU server by that, so this one stays out of the way unless it is named.
+"""
+
+from __future__ import annotations
+
+import os
+
+PLATFORM = "areal_cpu"
+"""The name of the entry point, and the value of ``SGLANG_PLATFORM`` that selects it."""
+SELECTED_BY = "SGLANG_PLATFORM"
+
+
+def activate() -> str | None:
+    """The class of the platform as SGLang wants it, a dotted path; None unless it was asked for."""
+    if os.environ.get(SELECTED_BY) != PLATFORM:
+        return None
+    declare_vision_operators()
+    return "areal_hpc.generation.sglang.cpu_platform.CpuPlatform"
+
+
+def declare_vision_operators() -> None:
+    """Let torchvision be imported beside a torch that cannot load its C++ library.
+
+    SGLang imports torchvision whatever the model is. The wheel on PyPI is built against the CUDA build of torch; beside
+    the CPU build its library does not load, and its Python side fails where it registers fakes for two operators that
+    the library would have declared. Nothing here computes with them, so their declaration is enough.
+    """
+    import torch
+
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

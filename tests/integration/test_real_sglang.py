@@ -1,0 +1,223 @@
+"""What training needs of the real SGLang server: right log-probs, weights that arrive whole, and an orderly end.
+
+The judge of log-probs is transformers, in float32 and in one pass over the whole sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+import torch
+from real_sglang import MAX_TOKENS, served
+from tiny_models import make_model
+
+from areal_hpc.errors import GenerationError
+from areal_hpc.generation.client import EngineClient
+from areal_hpc.generation.sglang.server import SglangServer
+from areal_hpc.telemetry import add_secret
+from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+from areal_hpc.weights.broadcast import BroadcastTransport
+from areal_hpc.weights.disk import DiskTransport
+
+pytestmark = pytest.mark.sglang
+
+PROMPT = tuple(range(40, 90))
+NAMES = itertools.count()
+TOLERANCE = 1e-4
+"""Nats, in float32."""
+
+
+def tied_model(directory: Path, seed: int) -> Any:
+    """SGLang tells the parameters of Llama models alone; with a tied head, which an update must reach as well."""
+    return make_model(directory, "llama", seed, tie_word_embeddings=True)
+
+
+class World:
+    """One server, and the transformers model of every version that it was ever brought to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.models = {0: tied_model(directory / "model", 0)}
+        self.version = 0
+        self.server: SglangServer
+
+    def new_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Those of the next version, in Hugging Face names; the head is tied to the embedding."""
+        self.version += 1
+        model = tied_model(self.directory / f"model-{self.version}", self.version)
+        self.models[self.version] = model
+        return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+    def logprobs(self, completion: Completion, temperature: float = 1.0, prompt: tuple[int, ...] = PROMPT) -> Any:
+        """What each token's own version of the model gives it: log-probs [T]."""
+        token_ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+        rows = {}
+        for version in set(completion.versions.tolist()):
+            with torch.no_grad():
+                rows[version] = torch.log_softmax(self.models[version](token_ids).logits[0].float() / temperature, -1)
+        start = len(prompt)
+        return np.array(
+            [rows[v][start - 1 + k, completion.token_ids[k]] for k, v in enumerate(completion.versions.tolist())]
+        )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("world"))
+    add_secret("secret")
+    with served(made.directory / "model", made.directory / "sglang.log") as made.server:
+        yield made
+
+
+def drive(world: World, scenario: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+    async def within() -> Any:
+        client = EngineClient("sglang-0", world.server.url, token="secret")
+        try:
+            return await scenario(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(within())
+
+
+def asked(num: int, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> GenerationRequest:
+    options = {"temperature": 1.0, "ignore_eos": True, **sampling}
+    name = f"r{next(NAMES)}"
+    return GenerationRequest(request_id=name, token_ids=prompt, sampling=Sampling(max_new_tokens=num, **options))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(world: World, temperature: float) -> None:
+    completion = drive(world, lambda client: client.generate(asked(60, temperature=temperature)))
+    np.testing.assert_allclose(completion.logprobs, world.logprobs(completion, temperature), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
+def test_narrowed_sampling_keeps_to_its_set_and_tells_log_probs_of_the_whole_distribution(
+    world: World, limit: dict[str, Any]
+) -> None:
+    completion = drive(world, lambda client: client.generate(asked(40, **limit)))
+    np.testing.assert_allclose(completion.logprobs, world.logprobs(completion), atol=TOLERANCE, rtol=0)
+
+
+def test_F7_the_longest_sequence_is_served_whole_and_a_longer_one_refused(world: World) -> None:
+    async def scenario(client: EngineClient) -> None:
+        completion = await client.generate(asked(MAX_TOKENS - len(PROMPT)))
+        assert (len(completion.token_ids), completion.stop) == (MAX_TOKENS - len(PROMPT), StopReason.LENGTH)
+        np.testing.assert_allclose(completion.logprobs, world.logprobs(completion), atol=TOLERANCE, rtol=0)
+        with pytest.raises(GenerationError, match="status 400"):
+            await client.generate(asked(4, prompt=PROMPT * 40))
+
+    drive(world, scenario)
+
+
+def test_a_stop_string_ends_an_answer(world: World) -> None:
+    async def scenario(client: EngineClient) -> None:
+        whole = await client.generate(asked(40, prompt=(72, 101), temperature=0.0))
+        text = next(character for character in whole.text[5:] if character.isascii())
+        stopped = await client.generate(asked(40, prompt=(72, 101), temperature=0.0, stop=(text,)))
+        assert stopped.stop is StopReason.STOP
+        assert stopped.token_ids.tolist() == whole.token_ids.tolist()[: len(stopped.token_ids)]
+
+    drive(world, scenario)
+
+
+async def until_running(world: World, client: EngineClient) -> None:
+    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        while True:
+            async with session.get(world.server.url + "/v1/loads?include=core") as answer:
+                if (await answer.json())["loads"][0]["num_running_reqs"]:
+                    return
+            await asyncio.sleep(0.02)
+
+
+def client_url(world: World) -> str:
+    return world.server.url
+
+
+async def parameters(world: World, names: list[str]) -> dict[str, torch.Tensor]:
+    """All that the server holds, as it tells them."""
+    found = {}
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+        for name in names:
+            body = {"name": name, "truncate_size": 100_000}
+            async with session.post(world.server.url + "/get_weights_by_name", json=body) as answer:
+                found[name] = torch.tensor(await answer.json())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "disk"])
+def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind: str, tmp_path: Path) -> None:
+    """D18: also for whoever asks with a prompt that the old weights have seen."""
+    weights = world.new_weights()
+    version = world.version
+
+    async def scenario(client: EngineClient) -> None:
+        transport: Any = (
+            BroadcastTransport([client], epoch=version, bucket_bytes=20_000, timeout_s=100)
+            if kind == "broadcast"
+            else DiskTransport(tmp_path / "weights", [client], epoch=version, file_bytes=50_000, timeout_s=100)
+        )
+        asking = asyncio.create_task(client.generate(asked(900)))
+        await until_running(world, client)
+        await transport.publish(version, iter(weights))
+        across, after = await asyncio.gather(asking, client.generate(asked(40)))
+        assert set(across.versions.tolist()) == {version - 1, version}
+        assert across.versions.tolist() == sorted(across.versions.tolist())
+        assert len(across.token_ids) == 900
+        assert after.versions.tolist() == [version] * 40
+        np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(across.logprobs, world.logprobs(across), atol=TOLERANCE, rtol=0)
+        held = await parameters(world, [name for name, _ in weights])
+        for name, tensor in weights:
+            rows = held[name][: len(tensor)]  # behind those of the vocabulary it keeps some for padding
+            assert torch.equal(rows.view(tensor.shape), tensor), name
+        await transport.close()
+
+    drive(world, scenario)
+
+
+def test_F2_answers_that_were_asked_for_during_a_pause_have_exactly_the_tokens_that_were_asked_for(
+    world: World,
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.pause()
+        asking = [asyncio.create_task(client.generate(asked(num))) for num in (1, 50)]
+        done, _ = await asyncio.wait(asking, timeout=0.5)
+        assert not done
+        await client.resume(world.version)
+        for num, answer in zip((1, 50), await asyncio.gather(*asking), strict=True):
+            assert (answer.stop, len(answer.token_ids)) == (StopReason.LENGTH, num)
+            np.testing.assert_allclose(answer.logprobs, world.logprobs(answer), atol=TOLERANCE, rtol=0)
+
+    drive(world, scenario)
+
+
+def test_nobody_else_can_read_the_key_or_reach_the_server(world: World) -> None:
+    server = psutil.Process(world.server.pid)
+    for process in (server, *server.children(recursive=True)):
+        assert "secret" not in " ".join(process.cmdline())
+    assert "secret" not in (world.directory / "sglang.log").read_text()
+    port = int(world.server.url.rpartition(":")[2])
+    heard = [c for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    assert [connection.laddr.ip for connection in heard] == ["127.0.0.1"]
+
+
+def test_a_scheduler_that_is_killed_takes_the_server_down(world: World) -> None:
+    """The last one on this server: the generator sees it, ends, and is started again."""
+    server = psutil.Process(world.server.pid)
+    [scheduler] = [child for child in server.children() if "schedul" in child.name() + " ".join(child.cmdline())]
+    scheduler.kill()
+    deadline = time.monotonic() + 60
+    while world.server.alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,307 @@
+"""The life of an SGLang server, with a program in its place that prints, answers, hangs or dies as a test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.accelerator import CPU, CUDA
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
+from areal_hpc.errors import ConfigError, GenerationError
+from areal_hpc.generation.sglang import plugin, server
+from areal_hpc.generation.sglang.arguments import ServerSpec, argument, server_arguments, server_environment
+from areal_hpc.generation.sglang.server import LAUNCHER, SglangServer, reserved_port, serving
+from areal_hpc.roles.wiring.serving import check_sglang
+from areal_hpc.telemetry import add_secret
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+KEY = "a-key-that-must-not-leak"
+SPEC = ServerSpec(
+    model_path="/m", dtype="float32", host="127.0.0.1", key=KEY, accelerator=CPU, max_running=4, max_tokens=100
+)
+
+
+def given_values(**fields: Any) -> dict[str, str]:
+    """The arguments by name, of several the last, as argparse reads them."""
+    values = {name: getattr(SPEC, name) for name in SPEC.__slots__} | fields
+    words = server_arguments(ServerSpec(**values), port=1, internal_port=2)
+    options = [k for k, word in enumerate(words) if word.startswith("--")]
+    return {words[a]: " ".join(words[a + 1 : b]) for a, b in zip(options, [*options[1:], len(words)], strict=True)}
+
+
+def test_the_servers_own_limits_leave_room_for_the_longest_sequence() -> None:
+    values = given_values()
+    assert int(values["--context-length"]) > 100
+    assert int(values["--max-total-tokens"]) >= 4 * int(values["--context-length"])
+
+
+def test_memory_is_bounded_on_a_cpu_only() -> None:
+    assert "--max-total-tokens" not in given_values(accelerator=CUDA)
+    assert given_values(accelerator=CUDA)["--device"] == "cuda"
+
+
+@pytest.mark.parametrize("name", ["mem_fraction_static", "mem-fraction-static", "--mem-fraction-static"])
+def test_a_persons_argument_wins_however_its_name_is_written(name: str) -> None:
+    assert given_values(extra={name: 0.5})["--mem-fraction-static"] == "0.5"
+
+
+def test_false_takes_one_of_our_flags_away() -> None:
+    assert "--disable-overlap-schedule" in given_values()
+    assert "--disable-overlap-schedule" not in given_values(extra={"disable_overlap_schedule": False})
+
+
+def test_arguments_become_words() -> None:
+    assert argument("enable_metrics", True) == ["--enable-metrics"]
+    assert argument("lora_paths", ["a", "b"]) == ["--lora-paths", "a", "b"]
+    assert argument("json_model_override_args", {"a": 1}) == ["--json-model-override-args", '{"a": 1}']
+    assert argument("quantization", None) == []
+
+
+def test_the_key_is_in_no_text_of_the_spec() -> None:
+    assert KEY not in repr(SPEC)
+
+
+def test_the_environment_keeps_devices_and_loses_what_is_another_pythons() -> None:
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "OMP_NUM_THREADS": "2"}
+    lost = {"PYTHONPATH": "/x", "HTTP_PROXY": "p", "https_proxy": "p", plugin.SELECTED_BY: "other"}
+    made = server_environment(kept | lost, CUDA, Path("/t"))
+    assert kept.items() <= made.items()
+    assert not made.keys() & lost.keys()
+
+
+def test_the_cpu_platform_is_for_those_who_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin.SELECTED_BY, raising=False)
+    assert plugin.activate() is None
+    monkeypatch.setenv(plugin.SELECTED_BY, server_environment({}, CPU, Path("/t"))[plugin.SELECTED_BY])
+    made = plugin.activate()
+    assert made is not None
+    module, _, name = made.rpartition(".")
+    assert f"class {name}(" in (LAUNCHER.parents[3] / (module.replace(".", "/") + ".py")).read_text()
+    assert plugin.activate() == made  # a second declaration of its operators is none
+
+
+def test_a_reserved_port_is_nobody_elses_and_yet_can_be_listened_on() -> None:
+    with reserved_port("127.0.0.1") as port:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass
+
+
+# -- launch.py in an interpreter of its own, with a package `sglang` that tells what it got
+
+TELLS = """
+import json, os, signal, sys
+print(json.dumps({
+    "arguments": sys.argv[1:],
+    "blocked": signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "visible": open("/proc/self/cmdline").read(),
+}), flush=True)
+if "--wait" in sys.argv:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def told_by(tmp_path: Path) -> dict[str, str]:
+    """Environment in which that package is found."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").touch()
+    (tmp_path / "sglang/launch_server.py").write_text(TELLS)
+    return {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+
+
+def launch(environment: dict[str, str], **order: Any) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(LAUNCHER)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509  as a role process has it
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"parent": os.getpid(), **order}))
+    process.stdin.close()
+    return process
+
+
+def test_arguments_reach_sglang_and_no_command_line(told_by: dict[str, str]) -> None:
+    with launch(told_by, arguments=["--api-key", KEY]) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.read())
+    assert told["arguments"] == ["--api-key", KEY]
+    assert KEY not in told["visible"]
+
+
+def test_a_schedulers_sigterm_to_all_processes_leaves_the_server_to_its_generator(told_by: dict[str, str]) -> None:
+    with launch(told_by, arguments=["--wait"]) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert (told["blocked"], told["interruptible"]) == (True, True)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+
+
+def test_a_server_whose_parent_is_gone_already_does_not_start(told_by: dict[str, str]) -> None:
+    with launch(told_by, parent=1, arguments=[]) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "is gone" in process.stderr.read()
+        assert process.wait(30) == 1
+        assert process.stdout.read() == ""
+
+
+# -- serving, with a program in the place of the interpreter
+
+PROGRAM = """#!{python}
+import json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+words = json.load(sys.stdin)["arguments"]
+value = lambda name: words[words.index(name) + 1]
+print("arguments:", words, flush=True)
+fault = value("--fault")
+if fault == "dies":
+    sys.exit("no such model")
+if fault == "hangs":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(60)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = self.path != "/health_generate" or time.monotonic() > came + 0.3
+        if self.path == "/model_info" and fault == "stops":
+            time.sleep(60)
+        body = {{"weight_version": "7", "loads": [
+            {{"num_running_reqs": 2, "num_waiting_reqs": 1, "gen_throughput": 5.5}},
+            {{"num_running_reqs": 0, "num_waiting_reqs": 3, "gen_throughput": 9.0}},
+        ]}}
+        data = json.dumps(body).encode()
+        self.send_response(200 if ready else 503)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+came = time.monotonic()
+HTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
+"""
+
+
+def serve(
+    tmp_path: Path, use: Callable[[SglangServer], Awaitable[None]], *, fault: str = "none", start_s: float = 60.0
+) -> Path:
+    """Run ``use`` with such a server; its log."""
+    add_secret(KEY)
+    program = tmp_path / "python"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o700)
+    log = tmp_path / "sglang-0.log"
+    spec = ServerSpec(**{name: getattr(SPEC, name) for name in SPEC.__slots__} | {"extra": {"fault": fault}})
+
+    async def within() -> None:
+        async with serving(spec, python=str(program), log=log, start_s=start_s) as started:
+            await use(started)
+
+    asyncio.run(within())
+    return log
+
+
+async def nothing(_: SglangServer) -> None:
+    pass
+
+
+def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) -> None:
+    seen: list[SglangServer] = []
+
+    async def use(started: SglangServer) -> None:
+        seen.append(started)
+        assert started.alive()
+        assert await started.load() == {"version": 7, "running": 2, "queued": 4, "tokens_per_s": 14.5}
+
+    log = serve(tmp_path, use)
+    assert not seen[0].alive()
+    assert "arguments:" in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
+
+
+def test_sglang_prints_its_key_and_the_log_does_not_have_it(tmp_path: Path) -> None:
+    text = serve(tmp_path, nothing).read_text()
+    assert "'--api-key', '[redacted]'" in text
+    assert KEY not in text
+
+
+def test_a_server_that_dies_while_it_starts_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with pytest.raises(
+        GenerationError, match=r"ended with code 1 before it was up(.|\n)*sglang-0.log(.|\n)*no such model"
+    ):
+        serve(tmp_path, nothing, fault="dies")
+
+
+def test_a_server_that_does_not_come_up_is_given_up_and_ended_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STOP_S", 0.1)
+    began = time.monotonic()
+    with pytest.raises(GenerationError, match=r"did not come up in 0.5 s; raise limits.start_s"):
+        serve(tmp_path, nothing, fault="hangs", start_s=0.5)
+    assert time.monotonic() - began < 50  # not its own minute
+
+
+def test_a_server_that_does_not_answer_any_more_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ANSWER_S", 0.3)
+    monkeypatch.setattr(server, "STOP_S", 0.1)
+
+    async def use(started: SglangServer) -> None:
+        with pytest.raises(GenerationError, match="did not answer /model_info"):
+            await started.load()
+
+    serve(tmp_path, use, fault="stops")
+
+
+# -- before a run exists
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        (None, "cannot be run"),
+        ("echo No module named sglang >&2; exit 1", r"has no SGLang \(No module named sglang\)"),
+        ("echo 0.5.21 False", "SGLang 0.5.21 of .* cannot run on a CPU without this package beside it"),
+        ("echo 0.5.21 True", ""),
+    ],
+)
+def test_an_environment_that_cannot_serve_is_refused_at_once(
+    tmp_path: Path, program: str | None, complaint: str
+) -> None:
+    python = tmp_path / "python"
+    if program is not None:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o700)
+    config = load([QUICKSTART], ["generation.backend=sglang", f"generation.python={python}"])
+    if not complaint:
+        check_sglang(config)
+        return
+    with pytest.raises(ConfigError, match=rf"generation\.python: .*{complaint}(.|\n)*examples/sglang_environment"):
+        check_sglang(config)
+
+
+def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> None:
+    words = ["generation.backend=sglang", "generation.server_args={api-key: x, port: 1, mem_fraction_static: 0.5}"]
+    with pytest.raises(ConfigError) as refusal:
+        resolve(load([QUICKSTART], words))
+    assert "generation.server_args.api-key: remove it" in str(refusal.value)
+    assert "generation.server_args.port: remove it" in str(refusal.value)
+    assert "mem_fraction_static" not in str(refusal.value)
