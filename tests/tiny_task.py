@@ -68,6 +68,12 @@ def spread(text: str, answer: int, prompt: Prompt) -> float:
     return 1.0 + len(set(text)) / 256
 
 
+def paced(text: str, answer: int, prompt: Prompt) -> float:
+    """As ``spread``, but it takes its time."""
+    time.sleep(0.13)
+    return spread(text, answer, prompt)
+
+
 def sometimes(text: str, answer: int, prompt: Prompt) -> float:
     """As ``spread``, but for every third prompt it sleeps for ever, and for the one after it raises."""
     if answer % 3 == 0:

@@ -16,9 +16,16 @@ from areal_hpc.telemetry import RecordReader
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
 PATHS = {"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-STEPS = 16
-"""Enough to be disturbed in the middle on a quick machine."""
-LONG = (f"trainer.total_steps={STEPS}", "checkpoint.every_steps=4", "cluster.all.cpus=4", "limits.stop_s=20")
+STEPS = 30
+LONG = (
+    f"trainer.total_steps={STEPS}",
+    "checkpoint.every_steps=4",
+    "rollout.reward=tiny_task:paced",
+    "rollout.reward_workers=1",
+    "cluster.all.cpus=4",
+    "limits.stop_s=20",
+)
+"""Half a second a step at least, so that a run can be disturbed in the middle also on a quick machine."""
 
 
 def areal(slurm: SlurmCluster, directory: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
