@@ -25,7 +25,7 @@ def megatron() -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(megatron: None) -> Iterator[Run]:
     with pool() as run:
         yield run

@@ -6,6 +6,7 @@ with pool() as run:
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -81,3 +82,4 @@ def _forget_groups() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # models hold groups in cycles, and each group has threads that wake a hundred times a second
