@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from launched import Launched, command, launched, newest_checkpoint, until
 from tiny_models import make_model
 
@@ -30,6 +31,7 @@ BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evalua
 """What stands before its name: somebody waits for it, or nobody does."""
 
 
+@pytest.mark.long
 def test_fault_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     make_model(model, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
@@ -70,6 +72,7 @@ def block_for_a_while(started: Launched, name: str, process: psutil.Process, bef
     assert len(stacks) == 5
 
 
+@pytest.mark.long
 def test_fault_24_a_launcher_that_hangs_itself_ends_its_processes_and_names_the_file(
     model: Path, tmp_path: Path
 ) -> None:

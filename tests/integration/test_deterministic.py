@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # five starts of a whole run; half a minute where the machine has nothing else to do
 @pytest.mark.parametrize(
     ("words", "victims"),

@@ -164,6 +164,7 @@ def test_the_ledger_command_finds_what_is_wrong_and_names_it(
     assert told in text
 
 
+@pytest.mark.long
 def test_the_whole_product_survives_as_well(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model(model, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)

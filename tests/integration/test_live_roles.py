@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launched import GROUPS, Launched, command, launched, newest_checkpoint, until
 
 from areal_hpc.fs import RunDir, read_json
@@ -94,6 +95,7 @@ def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_go
     check_exactly_once(started.run)
 
 
+@pytest.mark.long
 def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
     """One engine: in mid-generation, in mid-broadcast; then the trainer, whose next attempt comes by itself."""
     with launched(tmp_path, model, *ENDLESS, SMALL_BUCKETS, "checkpoint.every_steps=2") as started:
@@ -122,6 +124,7 @@ def test_the_only_engine_may_die_and_then_the_trainer_and_nothing_is_lost(model:
     check_exactly_once(started.run)
 
 
+@pytest.mark.long
 def test_fault_41_an_engine_that_hangs_is_replaced_alone(model: Path, tmp_path: Path) -> None:
     """Stopped in mid-generation, it takes connections and answers none: its prompts run again on the one after it."""
     limits = ("limits.quiet_s=2", "limits.engine_s=3", "limits.stall_s=60", "checkpoint.every_steps=2")

@@ -105,6 +105,7 @@ def test_only_the_trainer_runs_and_its_loss_is_what_is_shown(undisturbed: Launch
     assert "loss" in told and "staleness" not in told
 
 
+@pytest.mark.long
 def test_C3_a_killed_trainer_ends_with_the_same_bits(files: Path, undisturbed: Launched) -> None:
     arguments = f"prompts.task_args={{path: {files / 'train.jsonl'}, after: {files / 'killed once'}}}"
     started = start(files, "killed", "dpo", "prompts.train=tiny_task:Deadly", arguments)
@@ -141,6 +142,7 @@ def test_a_mistake_in_a_row_is_named_before_anything_runs(files: Path) -> None:
 # A reward model, from pairs to a reward
 
 
+@pytest.mark.long
 def test_a_reward_model_scores_rollouts(files: Path, tmp_path: Path) -> None:
     started = start(files, "scorer", "reward_model", "trainer.total_steps=20", "trainer.ranks=2")
     assert started.wait() == 0, started.text
@@ -175,6 +177,7 @@ def test_a_language_model_is_no_reward(model: Path) -> None:
         asyncio.run(scored(model, prompt, "a"))
 
 
+@pytest.mark.long
 def test_E15_a_score_of_zero_is_a_reward(model: Path, tmp_path: Path) -> None:
     """A new head scores everything 0.0: a number like any other, not a missing one."""
     trainer = TrainerConfig(total_steps=1)
@@ -226,6 +229,7 @@ def two_updates(group: ProcessGroup | None, path: Path, name: str) -> list[float
     return [*losses, backend.evaluate(mine)["loss"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_E8_any_number_of_ranks_makes_the_same_steps(name: str, model: Path) -> None:
     expected = two_updates(None, model, name)

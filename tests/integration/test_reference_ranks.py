@@ -144,6 +144,7 @@ def menu_steps(group: ProcessGroup | None, path: Path, algorithm: AlgorithmConfi
     return told, digest(backend), values, backend.logprobs(batch), backend.kl_coef
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_E24_critic_kl_and_bounds_do_not_see_how_many_ranks_there_are(model: Path, num_ranks: int) -> None:
     of_ranks = run_ranks(num_ranks, menu, model)
@@ -193,6 +194,7 @@ def train_on(
     return told
 
 
+@pytest.mark.long
 def test_C35_ranks_may_change_between_attempts_without_a_trace_in_the_losses(model: Path, tmp_path: Path) -> None:
     """Steps 1 to 8 by one rank, against 1 and 2 by one, 3 and 4 by two, 5 and 6 by three, 7 and 8 by one again."""
     undisturbed = train_on(None, model, 1, 8, None, tmp_path / "whole")
@@ -221,6 +223,7 @@ def train_and_save(group: ProcessGroup | None, path: Path, steps: int, saved: Pa
     return loaded, digest(backend), dict(stats), float(torch.rand(()))
 
 
+@pytest.mark.long
 def test_C30_a_checkpoint_of_two_ranks_keeps_both_streams_and_loads_on_one_and_on_three(
     model: Path, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ WORDS = (
 )
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_has_a_whole_archive_and_replays_bit_for_bit(model: Path, tmp_path: Path) -> None:
     """Two ranks, killed with all else in the middle of a file, resumed to the end; replayed from a checkpoint."""
     with launched(tmp_path, model, *WORDS, "trainer.total_steps=400") as started:

@@ -18,6 +18,8 @@ from areal_hpc.fs import RunDir
 from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.watermark import Watermark
 
+pytestmark = pytest.mark.long
+
 EVERY = ("checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_every=2", "buffer.segment_mb=0.001")
 EVALUATE = ("evaluation.every_steps=2", "evaluation.num_prompts=2")
 

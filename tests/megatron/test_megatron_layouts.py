@@ -18,7 +18,7 @@ from steps import NUM_STEPS, make, make_reference, train, weights_of, whole_batc
 from areal_hpc.config.schema import ParallelConfig
 from areal_hpc.training.ranks import Ranks
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.long]
 
 LAYOUTS = [
     ("qwen3", "tp2"),

@@ -20,6 +20,7 @@ def finished(started: Launched, last: int) -> None:
     assert started.left_over() == []
 
 
+@pytest.mark.long
 def test_C31_a_run_goes_on_with_another_backend_and_survives_a_dead_rank(tmp_path: Path) -> None:
     """The reference to step 2, then two tensor-parallel ranks of which one is killed, to step 6; then an export.
 

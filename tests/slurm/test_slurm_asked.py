@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from cluster import SlurmCluster, wait_for
 from launched import arguments
 from runs import LONG, OVER, PATHS, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
@@ -17,6 +18,7 @@ from areal_hpc.report import prove_run
 from areal_hpc.roles.job import jobs_of
 
 
+@pytest.mark.long
 def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
@@ -52,6 +54,7 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
     assert "taken back       0 steps" in areal(slurm, home, "ledger", run.root).stdout
 
 
+@pytest.mark.long
 def test_A22_a_cancelled_run_has_stopped_in_order_and_is_continued_from_anywhere(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
@@ -67,6 +70,7 @@ def test_A22_a_cancelled_run_has_stopped_in_order_and_is_continued_from_anywhere
     assert re.search(r"resumed from .*/checkpoints/step-", run.attempt(2).log("trainer", 0).read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_where_a_site_does_not_requeue_a_chain_of_jobs_goes_on_until_a_person_stops_it(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:

@@ -13,6 +13,7 @@ from runs import LONG, OVER, assert_finished_in_two_attempts, status, submit, ty
 from areal_hpc.fs import RunDir
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", ["preempt", "graceful"])
 def test_the_script_of_a_plain_job_is_typed_as_it_is_and_pre_empted_with_and_without_grace(
     slurm: SlurmCluster, home: Path, model: Path, partition: str
@@ -27,6 +28,7 @@ def test_the_script_of_a_plain_job_is_typed_as_it_is_and_pre_empted_with_and_wit
     assert_finished_in_two_attempts(slurm, job, run, log)
 
 
+@pytest.mark.long
 def test_a_half_requeued_job_is_healed_when_its_first_node_loses_power(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
@@ -38,6 +40,7 @@ def test_a_half_requeued_job_is_healed_when_its_first_node_loses_power(
     slurm.boot(node)
 
 
+@pytest.mark.long
 def test_A7_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
