@@ -15,6 +15,7 @@ An engine that is behind missed an update and may be paused for good, so what it
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,9 @@ class Router:
 
         Raises:
             GenerationError: the engine failed, or none was there in time; names the engine, or all with their trouble.
+                Also where engines look healthy and still refuse it after ``wait_s``.
         """
+        deadline = time.monotonic() + self._wait_s
         cost = len(request.token_ids) + request.sampling.max_new_tokens
         while True:
             member = await self._choose(request.session)
@@ -87,7 +90,7 @@ class Router:
                 return await self._ask(member, request)
             except EngineLost as error:
                 self._put_out(member, str(error))
-                if not isinstance(error, EngineRefused):
+                if not isinstance(error, EngineRefused) or time.monotonic() > deadline:
                     raise
             finally:
                 member.outstanding -= cost

@@ -256,11 +256,25 @@ FAILURES: dict[str, type[Exception]] = {
     "refused": EngineRefused,
     "buggy": ValueError,
 }
+
+
+def test_engines_that_look_healthy_and_refuse_a_request_are_not_asked_for_ever() -> None:
+    async def body() -> None:
+        router = Router([Fates("engine-0", False)], probe_s=0.001, wait_s=0.05)
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineRefused, match="engine-0 lets it be refused"):
+                await router.generate(request("0/refused", "s", 1))
+        assert router.outstanding() == {"engine-0": 0}
+        await router.close()
+
+    asyncio.run(body())
+
+
 FATE = st.sampled_from(["answered", "held", *FAILURES])
 WHEN = st.sampled_from(["cancelled", "left", "outdated"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(FATE, st.integers(0, 99), st.integers(0, 2)), max_size=12), st.lists(st.booleans()), WHEN)
 def test_J18_no_load_is_left_however_requests_end(
     asked: list[tuple[str, int, int]], sick: list[bool], rest: str
