@@ -28,6 +28,7 @@ from areal_hpc.accelerator import REPRODUCIBLE
 SERVER = multiprocessing.get_context("forkserver")
 """Whose processes are forks of one that has imported what is in ``preloaded.py``."""
 SERVER.set_forkserver_preload(["preloaded"])
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ROLE = re.compile(r"(trainer|generator|rollout|evaluator)-\d+")
 
 
@@ -50,9 +51,11 @@ class ForkedRole(subprocess.Popen):  # type: ignore[type-arg]
 
 def fork(name: str, output: int, main: Callable[[], int]) -> int:
     """A child with a name, a session and an output of its own that runs ``main`` and ends with its code; its pid."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a signal must not meet a child with its parent's handlers
     if (pid := os.fork()) == 0:
         _become(name, output)
         _leave(main)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     return pid
 
 
@@ -61,6 +64,7 @@ def _become(name: str, output: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     os.dup2(output, 1)
     os.dup2(output, 2)
     Path("/proc/self/comm").write_text(name, encoding="ascii")

@@ -65,6 +65,7 @@ def test_A8_a_step_that_never_starts_ends_the_job_in_seconds_and_is_named(
     text = log.read_text(encoding="utf-8")
     # Of two nodes that fail, one may be ended by srun before its own exit: the step has the higher of both codes.
     assert re.search(r"the step on n\d,n\d ended with code (7|143)", text)
-    assert "module: no cuda/99" in text
+    # What a task said last may be lost where the other node's end ends it; three attempts are made.
+    assert any("module: no cuda/99" in said.read_text(encoding="utf-8") for said in run.attempts.glob("*/logs/step-*"))
     wait_for("the accounts", lambda: "FAILED" in status(slurm, run)["job"], poll_s=1.0)
     assert f"the first step that failed is {job}.0 " in status(slurm, run)["job"]
