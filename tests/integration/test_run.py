@@ -39,7 +39,8 @@ from areal_hpc.report import prove_run
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Launched, list[str]]]:
     """A run from its start to its end, and what everybody could read of its processes meanwhile."""
     directory = tmp_path_factory.mktemp("whole")
-    with launched(directory, model, *EVALUATE, fresh=True) as started:
+    busy = "generation.max_running=1"  # the engine is what the run waits for: new weights meet an answer under way
+    with launched(directory, model, *EVALUATE, busy, fresh=True) as started:
         started.wait_for_step(1)
         lines = [" ".join(process.cmdline()) for process in started.roles().values()]
         assert started.wait() == 0, started.text
