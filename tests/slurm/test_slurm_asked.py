@@ -45,6 +45,8 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
         assert token not in slurm.call("ps", "-eo", "args", where=node)
 
     slurm.call("scancel", "--batch", "--signal=USR1", job)
+    # scancel does not wait until the controller has handed the signal on.
+    wait_for("the signal", lambda: "INFO stopping: " in log.read_text(encoding="utf-8"), poll_s=0.05)
     with slurm.without_controller():
         wait_for("a requeue in vain", lambda: "areal-hpc: scontrol: " in log.read_text(encoding="utf-8"))
     # While Slurm takes it back it is FAILED for an instant, with the exit code of a script that was ended.
