@@ -185,11 +185,9 @@ class ReferenceBackend:
         learned = self._train_critic(minibatches, totals, lr)
         self._step += 1
         return {
-            "loss": math.nan,  # unless something was trained on
-            **told,
+            **account(told, norms, totals, lr),
             **learned,
             **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
-            **account(norms, totals, lr),
         }
 
     @torch.no_grad()

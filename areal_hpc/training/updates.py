@@ -3,7 +3,7 @@
     totals = sums([batch.num_trainable for batch in minibatches], ranks)
     divisors = loss_divisors(minibatches, totals, algorithm, ranks)
     for each minibatch                      sum of token losses / divisor -> gradient -> update, if its norm is finite
-    stats = account(norms, totals, lr) and what ``reduced`` gives
+    stats = account(reduced(...), norms, totals, lr)
 
 ``ranks`` are those among which sequences are dealt, for ``reduced`` also those that computed the same and tell nothing.
 """
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,15 +88,18 @@ def reduced(parts: Sequence[Stats], ranks: Ranks) -> dict[str, float]:
     return finish(merge(told))
 
 
-def account(norms: Sequence[float], totals: Sequence[int], lr: float) -> dict[str, float]:
-    """What became of a step's minibatches.
+def account(told: Mapping[str, float], norms: Sequence[float], totals: Sequence[int], lr: float) -> dict[str, float]:
+    """What a step tells, and what became of its minibatches; the loss is NaN where nothing was trained on.
 
     Args:
+        told: statistics of the losses, from ``reduced``.
         norms: of each update's gradient; one that is not finite was not applied.
         totals: trainable tokens of each minibatch on all ranks; those with none had no update.
     """
     applied = [norm for norm in norms if math.isfinite(norm)]
     return {
+        "loss": math.nan,
+        **told,
         "lr": lr,
         "grad_norm": sum(applied) / len(applied) if applied else math.nan,
         "trainable_tokens": float(sum(totals)),

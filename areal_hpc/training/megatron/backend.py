@@ -178,10 +178,8 @@ class MegatronBackend:
         self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
         self._step += 1
         return {
-            "loss": math.nan,  # unless something was trained on
-            **told,
+            **account(told, norms, totals, lr),
             **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
-            **account(norms, totals, lr),
         }
 
     def _backward(self, batch: Batch, divisor: int) -> list[Stats]:
