@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from areal_hpc.buffer.control import Control, ControlPublisher, SlotControl, rea
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
+from areal_hpc.buffer.pace import Pace
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
@@ -31,6 +31,9 @@ from areal_hpc.mount import low_space
 from areal_hpc.patience import PASSING
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
+
+LONGEST_DISCOVERY_S = 5.0
+"""A writer that takes another's place needs about as long to start."""
 
 
 class RingReader:
@@ -45,6 +48,8 @@ class RingReader:
         order: the fixed order of deterministic training; None for the oldest first.
         state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
         parent: that checkpoint's version; None for a fresh start.
+        poll_s: how often a chain is looked at, at most; None for ``config.commit_s``, since its writer adds to it no
+            more often.
         discover_s: how often new chains are looked for at most.
 
     Raises:
@@ -62,10 +67,13 @@ class RingReader:
         order: FixedOrder | None = None,
         state: Mapping[str, Any] | None = None,
         parent: WeightVersion | None = None,
+        poll_s: float | None = None,
         discover_s: float = 0.5,
     ) -> None:
         assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
-        self._run, self._epoch, self._num_slots, self._discover_s = run, epoch, num_slots, discover_s
+        self._run, self._epoch, self._num_slots = run, epoch, num_slots
+        self._poll_s = config.commit_s if poll_s is None else poll_s
+        self._discovery = Pace(discover_s, LONGEST_DISCOVERY_S)
         self._parent, self._min_free_mb = parent, config.min_free_mb
         self._registry = make_private_directory(run.ring / "reg")
         self._chains = make_private_directory(run.ring / "chains")
@@ -78,8 +86,8 @@ class RingReader:
         self._reclaim: dict[str, int] = {}  # chain -> tickets below are in two checkpoints
         self._newest: dict[int, ChainName] = {}  # slot -> the last chain followed
         self._live: dict[int, ChainReader] = {}  # slot -> chain that still grows
+        self._paces: dict[int, Pace] = {}  # slot -> when that chain is looked at
         self._retired: list[ChainReader] = []  # chains with files that nobody writes any more
-        self._next_discovery_s = 0.0
         self._done = self._resume(state)
 
     def _resume(self, state: Mapping[str, Any] | None) -> Watermark:
@@ -135,7 +143,8 @@ class RingReader:
     def _take_in(self) -> None:
         self._discover()
         for slot, chain in list(self._live.items()):
-            self._feed(chain)
+            if self._paces[slot].due():
+                self._paces[slot].looked(news=self._feed(chain))
             if chain.ended:
                 self._retire(self._live.pop(slot), slot)
 
@@ -210,21 +219,20 @@ class RingReader:
         return {name for name in listed if name is not None} | named
 
     def _discover(self) -> None:
-        """Find new chains of this attempt."""
-        now = time.monotonic()
-        if now < self._next_discovery_s:
+        """Find new chains of this attempt; more rarely once every slot has had one for a while."""
+        if not self._discovery.due():
             return
-        self._next_discovery_s = now + self._discover_s
-        for name in sorted(self._known()):
-            newer = name.slot not in self._newest or name > self._newest[name.slot]
-            if name.epoch == self._epoch and name.slot < self._num_slots and newer:
-                self._follow(name)
+        mine = (name for name in sorted(self._known()) if name.epoch == self._epoch and name.slot < self._num_slots)
+        new = [name for name in mine if name.slot not in self._newest or name > self._newest[name.slot]]
+        for name in new:
+            self._follow(name)
+        self._discovery.looked(news=bool(new) or len(self._live) < self._num_slots)
 
     def _follow(self, name: ChainName) -> None:
         if name.slot in self._live:
             self._retire(self._live.pop(name.slot), name.slot)
         self._newest[name.slot] = name
-        self._live[name.slot] = ChainReader(self._chains, name)
+        self._live[name.slot], self._paces[name.slot] = ChainReader(self._chains, name), Pace(self._poll_s)
 
     def _retire(self, chain: ChainReader, slot: int) -> None:
         """One last poll, then never again: what a zombie writes later is not seen, and its prompts run again."""
@@ -232,9 +240,12 @@ class RingReader:
         self._ledger.retired(str(chain.name), slot)
         self._retired.append(chain)
 
-    def _feed(self, chain: ChainReader, *, last: bool = False) -> None:
-        for record in chain.poll(last=last):
+    def _feed(self, chain: ChainReader, *, last: bool = False) -> bool:
+        """Whether there was anything new."""
+        records = chain.poll(last=last)
+        for record in records:
             _APPLY[record.type](self._ledger, chain.name, record)
+        return bool(records)
 
     # CONTROL
 

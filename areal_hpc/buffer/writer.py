@@ -18,6 +18,7 @@ from areal_hpc.buffer.control import Control, SlotControl, read_control
 from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.buffer.ledger import share, unshard
 from areal_hpc.buffer.order import FixedOrder
+from areal_hpc.buffer.pace import Pace
 from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
@@ -35,7 +36,7 @@ class RingWriter:
     Args:
         capacity: tickets that all writers together may have outstanding, (max_staleness + 1) * groups a step.
         order: the fixed order of deterministic training, which then decides what may begin instead of a share.
-        poll_s: how often CONTROL.json is read at most.
+        poll_s: how often CONTROL.json is read at most; None for ``config.commit_s``.
         fence_s: how often the epochs are listed at most, and free space looked at; CONTROL.json tells of a new epoch
             when that publishes.
         patience_s: how long writes may fail (disk full, server away) before a call raises.
@@ -54,17 +55,18 @@ class RingWriter:
         config: BufferConfig,
         capacity: int,
         order: FixedOrder | None = None,
-        poll_s: float = 0.05,
+        poll_s: float | None = None,
         fence_s: float = 1.0,
         patience_s: float = 60.0,
     ) -> None:
         self._run, self._epoch, self._slot, self._num_slots = run, epoch, slot, num_slots
-        self._order, self._poll_s, self._fence_s = order, poll_s, fence_s
+        self._order, self._fence_s = order, fence_s
         self._share = share(capacity, slot, num_slots)
         if self._share < 1:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
         self._control: Control | None = None
-        self._next_read_s = self._next_fence_s = 0.0  # on the monotonic clock
+        self._reading = Pace(config.commit_s if poll_s is None else poll_s)
+        self._next_fence_s = 0.0  # on the monotonic clock
         self._min_free_mb, self._low_space = config.min_free_mb, False
         self._reserved = self._dropped = self._serial = 0
         self._open: set[int] = set()
@@ -167,22 +169,21 @@ class RingWriter:
 
     def _refresh(self) -> None:
         self._commits.check()
-        now = time.monotonic()
-        if now < self._next_read_s:
+        if not self._reading.due():
             return
         control = read_control(self._run, known=self._control is not None)
         if control is not None and control.epoch > self._epoch:
             raise Fenced(f"attempt {self._epoch} was replaced by {control.epoch}; writer {self._slot} must stop")
-        if now >= self._next_fence_s:
+        if (now := time.monotonic()) >= self._next_fence_s:
             check_fence(self._run, self._epoch)
             self._look_at_space()
             self._next_fence_s = now + self._fence_s
+        self._reading.looked(news=control != self._control)
         if control is not None and control.epoch == self._epoch:
             self._control = control
             mine = self._mine()
             if mine is not None:
                 self._commits.reclaim(mine.reclaim)
-        self._next_read_s = now + self._poll_s
 
     def _look_at_space(self) -> None:
         problem = low_space(self._run.ring, self._min_free_mb)

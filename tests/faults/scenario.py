@@ -196,6 +196,7 @@ class Trainer:
             capacity=CAPACITY,
             state=None if found is None else found.state["ring"],
             parent=parent,
+            poll_s=0.0,
             discover_s=0.0,
         )
         self.step = 0 if parent is None else parent.step

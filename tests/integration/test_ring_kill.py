@@ -72,7 +72,14 @@ class Run:
         resume = {"state": checkpoint[0], "parent": checkpoint[1]} if checkpoint else {}
         config = BufferConfig(max_staleness=MAX_STALENESS)
         reader = RingReader(
-            self.run, epoch, num_slots=NUM_SLOTS, config=config, capacity=CAPACITY, discover_s=0.01, **resume
+            self.run,
+            epoch,
+            num_slots=NUM_SLOTS,
+            config=config,
+            capacity=CAPACITY,
+            poll_s=0.01,
+            discover_s=0.01,
+            **resume,
         )
         version = WeightVersion(epoch, checkpoint[1].step if checkpoint else 0)
         reader.write_start(version, "data")

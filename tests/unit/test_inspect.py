@@ -182,7 +182,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(archived: RunDir) -> None:
 def ring(run: RunDir) -> RunDir:
     """Step 1 was trained on positions 1 and 0, says the journal; they and position 2 are sealed in the ring."""
     shape: dict[str, Any] = {"config": BufferConfig(commit_s=1e6), "capacity": 4, "num_slots": 1}
-    reader = RingReader(run, 1, discover_s=0.0, **shape)
+    reader = RingReader(run, 1, poll_s=0.0, discover_s=0.0, **shape)
     reader.release(WeightVersion(1, 0))
     writer = RingWriter(run, 1, slot=0, poll_s=0.0, fence_s=0.0, **shape)
     assert reader.claim(4, WeightVersion(1, 0)) is None  # looks for new writers

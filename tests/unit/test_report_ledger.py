@@ -53,6 +53,7 @@ class Attempt:
             capacity=2 * GROUPS,
             state=None if parent is None else parent.state["ring"],
             parent=None if parent is None else parent.version,
+            poll_s=0.0,
             discover_s=0.0,
         )
         self.version = WeightVersion(self.epoch, 0 if parent is None else parent.version.step)

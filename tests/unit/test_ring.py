@@ -42,7 +42,7 @@ def writer(run: RunDir, reader: RingReader) -> RingWriter:
 
 def new_reader(run: RunDir, **resume: Any) -> RingReader:
     epoch = claim_epoch(run, {})
-    reader = RingReader(run, epoch, num_slots=1, config=CONFIG, capacity=CAPACITY, discover_s=0, **resume)
+    reader = RingReader(run, epoch, num_slots=1, config=CONFIG, capacity=CAPACITY, poll_s=0, discover_s=0, **resume)
     step = resume["parent"].step if resume else 0
     reader.write_start(WeightVersion(epoch, step), "data")
     reader.release(WeightVersion(epoch, step))
