@@ -3,14 +3,15 @@
     ring_ends.py writer ROOT EPOCH SLOT NUM_SLOTS STEPS GROUPS_PER_S    until it is killed
     ring_ends.py trainer ROOT NUM_SLOTS STEPS                           an attempt: goes on from the last checkpoint
 
-A writer walks its share of the stream as a rollout worker does; the stream ends with what so many steps train. A trainer
-checks every byte that it takes.
+A writer walks its share of the stream as a rollout worker does; the stream ends with what so many steps train. A
+trainer checks every token that it takes.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import RunDir, publish_json, read_if_listed
 from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
-GROUPS_PER_STEP, MAX_STALENESS, CHECKPOINT_STEPS, NUM_TOKENS = 8, 2, 5, 3_000  # 13 bytes a token: 39 KB a group
+GROUPS_PER_STEP, MAX_STALENESS, CHECKPOINT_STEPS = 8, 2, 5
+GROUP_SIZE, NUM_TOKENS = 8, 3_000  # 13 bytes a token: 39 KB a trajectory
 CAPACITY = (MAX_STALENESS + 1) * GROUPS_PER_STEP
 CONFIG = BufferConfig(max_staleness=MAX_STALENESS, segment_mb=2.0, min_free_mb=0.0)
 CLAIM_POLL_S = 0.02
@@ -66,7 +68,8 @@ def a_group(position: int, version: int) -> TrajectoryGroup:
         reward=1.0,
         stop=StopReason.STOP,
     )
-    return TrajectoryGroup(position=position, prompt_id="", trajectories=(one,))
+    each = tuple(replace(one, episode=episode) for episode in range(GROUP_SIZE))
+    return TrajectoryGroup(position=position, prompt_id="", trajectories=each)
 
 
 class Trainer:
@@ -103,7 +106,8 @@ class Trainer:
             time.sleep(CLAIM_POLL_S)
         for ref in refs:
             assert self.version.step - ref.version.step <= MAX_STALENESS
-            assert set(self.reader.read(ref).trajectories[0].token_ids) == {ref.position}
+            group = self.reader.read(ref)
+            assert all(set(one.token_ids) == {ref.position} for one in group.trajectories)
         check_fence(self.run, self.epoch)
         self.version = WeightVersion(self.epoch, self.version.step + 1)
         say("trained", self.version.step, *(ref.position for ref in refs))
