@@ -3,10 +3,11 @@
     PYTHONPATH=.:tests/nfs:tests/benchmarks python tests/benchmarks/ring_nfs.py [--versions 3 4.1] [--directory DIR]
 
 Writers on client a, the trainer on client b, default mount options, and the ring as it is configured by default (a
-commit each 0.2 s); two groups of eight trajectories of 39 KB a second. ``tests/nfs/lab.py`` says what the clients are and what they need. Two parts for each version of
-NFS: undisturbed, for the figures; and with writers killed at random, the server killed for some seconds, and the
-trainer killed and started again on the other client, after which every prompt must have been trained exactly once.
-Writes ring_nfs.json. Clocks of the clients are compared with the host's before and after; the disagreement is stated.
+commit each 0.2 s); two groups of eight trajectories of 39 KB a second. ``tests/nfs/lab.py`` says what the clients are
+and what they need. Two parts for each version of NFS: undisturbed, for the figures; and with writers killed at random,
+the server killed for some seconds, and the trainer killed and started again on the other client, after which every
+prompt must have been trained exactly once. Writes ring_nfs.json. Clocks of the clients are compared with the host's
+before and after; the disagreement is stated.
 """
 
 from __future__ import annotations

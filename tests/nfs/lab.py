@@ -41,6 +41,8 @@ MODULES = (
     "nfsv3",
     "nfsv4",
 )
+TIED = ("setpriv", "--pdeathsig", "KILL")
+"""Who kills the laboratory's process ends the laboratory."""
 BOOT_S = 240.0
 SERVER_S = 60.0
 ORDER_S = 60.0
@@ -243,7 +245,7 @@ class Lab(AbstractContextManager["Lab"]):
         ]
 
     def _inside(self, argv: Sequence[str]) -> list[str]:
-        return ["nsenter", "--target", str(self._network), "--net", "--mount", "--", *argv]
+        return [*TIED, "nsenter", "--target", str(self._network), "--net", "--mount", "--", *argv]
 
     def _spawn(self, log: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.directory / log).open("wb") as file:
@@ -270,7 +272,7 @@ def _network() -> Iterator[int]:
     script = (
         "mount -t tmpfs tmpfs /run; mkdir -p /run/rpcbind /run/ganesha; ip link set lo up; echo; exec sleep infinity"
     )
-    process = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", script], stdout=subprocess.PIPE)
+    process = subprocess.Popen([*TIED, "unshare", "--net", "--mount", "sh", "-c", script], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         process.stdout.readline()
