@@ -60,6 +60,26 @@ def test_a_plain_jobs_nodes_are_divided_in_order() -> None:
     assert nodes == {"trainer": ("n1",), "generation": ("n2", "n3"), "rollout": ("n4",)}
 
 
+@pytest.mark.parametrize(
+    ("words", "components"),
+    [
+        ((), {"trainer": ("trainer", "evaluator", "rollout"), "generation": ("generator",)}),
+        (
+            ("cluster.rollout.nodes=1",),
+            {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)},
+        ),
+        (("evaluation.checkpoint=m", "model.path=m"), {"generation": ("generator", "evaluator")}),
+        (("replay.run=r", "evaluation.every_steps=0"), {"trainer": ("trainer", "evaluator")}),
+    ],
+)
+def test_no_component_is_asked_for_that_would_have_nothing_to_do(
+    words: tuple[str, ...], components: dict[str, tuple[str, ...]]
+) -> None:
+    config = config_of(*words)
+    assert {one.name: one.roles for one in components_of(config)} == components
+    assert all(any(role in one.roles for one in components_of(config)) for role, n in roles_of(config).items() if n)
+
+
 @pytest.mark.parametrize("allocated", [[("n1",)], [("n1",), ("n2", "n3")], [("n1",), ("n2",), ("n3",)]])
 def test_a_job_of_other_nodes_is_refused(allocated: list[tuple[str, ...]]) -> None:
     with pytest.raises(ConfigError, match="the configuration asks for trainer 1, generation 1"):
