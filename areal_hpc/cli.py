@@ -397,4 +397,4 @@ def _eval(options: argparse.Namespace) -> int:
     _find_beside()
     config = _resolved(options.config)
     job = allocation(os.environ) if in_job(os.environ) and config.cluster.shape is not Shape.LOCAL else None
-    return evaluate(config, options.checkpoint, options.step, options.out, sys.stdout, job)
+    return evaluate(config, options.checkpoint, options.step, options.out, sys.stdout, job=job)

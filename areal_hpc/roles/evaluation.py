@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(
-    config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO, job: Allocation | None = None
+    config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO, *, job: Allocation | None = None
 ) -> int:
     """Evaluate the run or Hugging Face directory ``what`` into the new run directory ``out``.
 

@@ -284,6 +284,10 @@ cluster.signal_lead_s: int
 cluster.requeue: bool
 cluster.setup: list of str
 cluster.prefix: str
+cluster.container.runtime: none | apptainer | pyxis | shifter
+cluster.container.image: str
+cluster.container.mounts: list of str
+cluster.container.args: list of str
 cluster.python: str
 telemetry.sinks: list of tensorboard | wandb
 telemetry.wandb_mode: str
