@@ -52,5 +52,6 @@ def _step(
     words = [*shlex.split(config.cluster.prefix), *container.words, *words]
     if config.cluster.setup:
         words = ["bash", "-c", "\n".join([*config.cluster.setup, 'exec "$@"']), "bash", *words]
-    fixed = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--mpi=none", "--cpu-bind=none"]
-    return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *fixed, *options, *container.srun, *words]
+    fixed = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+    mpi = f"--mpi={config.cluster.mpi or 'none'}"
+    return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *fixed, mpi, *options, *container.srun, *words]

@@ -130,6 +130,9 @@ class ClusterConfig:
     """Command that every Python of the run is started through, such as "numactl --interleave=all"."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """The container of the processes on the nodes."""
+    mpi: str = ""
+    """PMI through which the nodes of a step find each other by MPI, such as "pmix" or "pmi2" (srun --mpi=list), and
+    prove that they reach each other before anything starts; needs mpi4py. Empty: by the address that Slurm tells."""
     python: str = ""
     """Python interpreter on the nodes; empty is the one that submits, or in a container `python`."""
 
