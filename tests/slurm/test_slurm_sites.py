@@ -67,7 +67,7 @@ def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time
     strict: SlurmCluster, desk: Path
 ) -> None:
     profile = REPOSITORY / "configs/site/no_het_no_requeue.yaml"
-    site = ["cluster.all.account=science", "cluster.all.partition=science", "cluster.all.gpus_per_node="]
+    site = ["cluster.all.account=science", "cluster.all.partition=science", "cluster.all.gpus_per_node=''"]
     unwarned = ["cluster.all.raw=['--signal=B:WINCH@1']", "cluster.all.gpus=1", "cluster.all.exclusive=yes"]
     config, *words = arguments(desk, strict.dir / "model")
     job, run, log = submit(strict, desk, config, str(profile), *words, *LONG, *site, *unwarned)
@@ -161,7 +161,7 @@ def test_A34_a_run_lives_in_a_container_in_which_nothing_of_slurm_is_and_its_lau
     assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
     said = (second.slurm / f"{wrong}.log").read_text(encoding="utf-8")
     assert "rollout.reward" in said
-    assert not second.attempts.is_dir()
+    assert second.all_attempts() == []
 
 
 MODULE = """\
