@@ -228,3 +228,21 @@ def test_A28_a_run_that_is_submitted_needs_nothing_but_the_cluster(
     job, run, log = submit(slurm, home, config, profile, *words, *SHORT, "evaluation.every_steps=2")
     assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
     assert read_json(run.summary)["last_step"] == 3
+
+
+def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_pmi_is_said_at_once(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *SHORT, "cluster.shape=split", "cluster.generation.nodes=2"]
+    words.append("cluster.setup=['export MPI4PY_MPIABI=openmpi']")
+    job, run, log = submit(slurm, home, *words, "cluster.mpi=pmix", "generation.replicas=2")
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 3
+    hosts = [read_json(run.attempt(1).endpoint(*name))["host"] for name in [("trainer", 0), ("generator", 1)]]
+    assert all(host.startswith("10.99.0.1") for host in hosts)
+    assert len(set(hosts)) == 2
+
+    wrong, _, log = submit(slurm, home, *words, "name=wrong", "cluster.mpi=none", "limits.attempts=0")
+    assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
+    text = log.read_text(encoding="utf-8")
+    assert "MPI has made a world of 1 where srun started 3 tasks" in text, text

@@ -208,7 +208,7 @@ def test_A41_a_container_is_started_as_its_runtime_wants_it_and_by_no_name_that_
     assert look[look.index("--het-group=0") + 1 :] == [*wrapped, "look"]
 
 
-def test_the_plan_names_every_process_and_what_is_asked_for() -> None:
+def test_A23_the_plan_names_every_process_and_what_is_asked_for() -> None:
     config = config_of("generation.replicas=3", "cluster.generation.gres=gpu:4", "cluster.all.account=abc")
     text = "\n".join(plan_lines(config, roles_of(config)))
     for role, count in roles_of(config).items():
