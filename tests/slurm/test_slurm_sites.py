@@ -68,7 +68,8 @@ def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time
 ) -> None:
     profile = REPOSITORY / "configs/site/no_het_no_requeue.yaml"
     site = ["cluster.all.account=science", "cluster.all.partition=science", "cluster.all.gpus_per_node=''"]
-    unwarned = ["cluster.all.raw=['--signal=B:WINCH@1']", "cluster.all.gpus=1", "cluster.all.exclusive=yes"]
+    # Nobody minds SIGURG.
+    unwarned = ["cluster.all.raw=['--signal=B:URG@1']", "cluster.all.gpus=1", "cluster.all.exclusive=yes"]
     config, *words = arguments(desk, strict.dir / "model")
     job, run, log = submit(strict, desk, config, str(profile), *words, *LONG, *site, *unwarned)
     wait_for_step(run, 6)
