@@ -150,7 +150,7 @@ def _idle(process: RoleProcess) -> int:
 def install() -> None:
     """Put all of them where the roles look for the real ones."""
     areal_hpc.roles.generator.main = _idle
-    areal_hpc.roles.launcher.preflight = lambda config: None
+    areal_hpc.roles.launcher.prepare = lambda config: None
     areal_hpc.roles.attempts.make_model = lambda config: None
     areal_hpc.roles.launcher.report_run = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()

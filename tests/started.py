@@ -32,7 +32,7 @@ def config_in(directory: Path) -> Config:
 
 def end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts finish at once, well, and without a look at data and reward."""
-    monkeypatch.setattr(launcher, "preflight", lambda _: None)
+    monkeypatch.setattr(launcher, "prepare", lambda _: None)
     monkeypatch.setattr(Attempts, "supervise", lambda *_: "finished")
     monkeypatch.setattr(launcher, "report_run", lambda _: None)
 

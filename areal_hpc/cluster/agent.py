@@ -27,7 +27,7 @@ from typing import Any
 
 from areal_hpc.accelerator import CUDA, NPU
 from areal_hpc.cluster.local import LocalLauncher
-from areal_hpc.cluster.rendezvous import address_towards
+from areal_hpc.cluster.rendezvous import address_by_mpi, address_towards
 from areal_hpc.config.load import load
 from areal_hpc.fs import RunDir
 
@@ -108,7 +108,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     run = RunDir.open(Path(root))
     config = load([run.config], [])
-    host = address_towards(environment["SLURM_LAUNCH_NODE_IPADDR"])
+    peer = environment["SLURM_LAUNCH_NODE_IPADDR"]
+    by_mpi = config.cluster.mpi
+    host = address_by_mpi(peer, int(environment["SLURM_STEP_NUM_TASKS"])) if by_mpi else address_towards(peer)
     launcher = LocalLauncher.of(config, run, int(epoch), host)
     agent = Agent(environment["SLURMD_NODENAME"], launcher, environment)
     threading.Thread(target=agent.listen, name="orders", daemon=True).start()

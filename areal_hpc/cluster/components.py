@@ -4,6 +4,9 @@ component    roles
 trainer      trainer ranks, evaluator, and the launcher on its first node
 generation   engines
 rollout      rollout workers; without nodes of its own they are on the trainer's
+
+What only trains (a replay, an offline algorithm) has the first alone, and what only evaluates the second, with the
+evaluator.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 
 from areal_hpc.config.cluster import ComponentConfig, Shape, inherited
 from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
@@ -65,13 +69,20 @@ def require_slurm(config: Config) -> None:
 def components_of(config: Config) -> tuple[Component, ...]:
     """The components of a run, the launcher's first."""
     cluster = config.cluster
-    own_rollout = cluster.rollout.nodes > 0
-    names = ["trainer", "generation"] + ["rollout"] * own_rollout
-    roles = ROLES if own_rollout else {**ROLES, "trainer": ROLES["trainer"] + ROLES["rollout"]}
     return tuple(
-        Component(name=name, roles=roles[name], request=inherited(getattr(cluster, name), cluster.all))
-        for name in names
+        Component(name=name, roles=roles, request=inherited(getattr(cluster, name), cluster.all))
+        for name, roles in _roles_by_component(config).items()
     )
+
+
+def _roles_by_component(config: Config) -> Mapping[str, tuple[str, ...]]:
+    if config.evaluation.checkpoint:
+        return {"generation": ("generator", "evaluator")}
+    if config.replay.run or is_offline(config.algorithm):
+        return {"trainer": ROLES["trainer"]}
+    if config.cluster.rollout.nodes:
+        return ROLES
+    return {"trainer": ROLES["trainer"] + ROLES["rollout"], "generation": ROLES["generation"]}
 
 
 def num_devices(config: Config, role: str) -> int:

@@ -32,6 +32,15 @@ class Allocation:
         """Whether it goes on with a run; Slurm has then ended every process of the run before."""
         return self.restarts > 0 or bool(self.after)
 
+    @property
+    def num_nodes(self) -> int:
+        return sum(map(len, self.components))
+
+
+def in_job(environment: Mapping[str, str]) -> bool:
+    """Whether this environment is that of a Slurm job."""
+    return "SLURM_JOB_ID" in environment
+
 
 def allocation(environment: Mapping[str, str]) -> Allocation:
     """The allocation that a batch script with this environment runs in.
@@ -39,7 +48,7 @@ def allocation(environment: Mapping[str, str]) -> Allocation:
     Raises:
         ConfigError: there is none.
     """
-    if "SLURM_JOB_ID" not in environment:
+    if not in_job(environment):
         raise ConfigError(
             "this is no Slurm job: submit the run with `areal-hpc submit`, or run it on this machine with "
             "cluster.shape=local"

@@ -58,39 +58,51 @@ fi
 """
 
 RUN = """\
-# SIGTERM: Slurm ends the job, whatever the reason. {signal}: it soon will, at the time limit or for another job.
+# {signal}: the job's end is near, at its time limit or for another job. SIGTERM: it ends now, and no signal tells why;
+# Slurm does. At a time limit of which nobody was warned only seconds are left: what is to follow is asked for at once.
 ending=""
-trap 'ending={term}; kill -TERM "$run" 2>/dev/null' TERM
+ends_now() {{
+  kill -TERM "$run" 2>/dev/null
+  ending={term}
+  patiently scontrol show job -o "$SLURM_JOB_ID" | grep -qE ' ({cut_off})' && go_on
+}}
+trap ends_now TERM
 trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
 {command} &
 run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done  # of two signals that come at once, bash's `wait` loses one
 wait "$run"
 code=$?
-"""
-
-STOPPED = """\
-if [ "$code" -eq {stopped} ] && [ "$ending" = soon ]; then  # it has a checkpoint, and there is more to do
-{again}
-fi
+if [ "$code" -eq {stopped} ] && [ "$ending" = soon ]; then {again}; fi  # it has a checkpoint, and more to do
+exit "$code"
 """
 REQUEUE = """\
-  patiently scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends the script meanwhile
+# The one place that asks for more time, once.
+asked=""
+go_on() {
+  [ -z "$asked" ] || return 0
+  asked=$(patiently scontrol requeue "$SLURM_JOB_ID" && echo requeued)
+}
 """
 CHAIN = """\
-  next=$(patiently sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" \\
-    --export="ALL,{after}=$SLURM_JOB_ID" "$0" "$@")
-  if next=$(grep -m1 -oE '^[0-9]+' <<<"$next"); then
+# The one place that asks for more time, once.
+asked="" words=("$@")
+go_on() {{
+  [ -z "$asked" ] || return 0
+  asked=$(patiently sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" \\
+    --export="ALL,{after}=$SLURM_JOB_ID" "$0" "${{words[@]}}")
+  asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
 {handover}
-    echo "areal-hpc: job $next goes on when this one has ended"
-    code=0
-  fi
+  echo "areal-hpc: job $asked goes on when this one has ended"
+}}
 """
 HANDOVER = """\
-    cp -r {room}/"$SLURM_JOB_ID" {room}/"$next"
-    mv {room}/"$next/${{SLURM_JOB_ID}}_submitted.pkl" {room}/"$next/${{next}}_submitted.pkl"
+  cp -r {room}/"$SLURM_JOB_ID" {room}/"$asked"
+  mv {room}/"$asked/${{SLURM_JOB_ID}}_submitted.pkl" {room}/"$asked/${{asked}}_submitted.pkl"
 """
 """Where submitit of the next job will look for what it is to run; the directory's name also tells that there is one."""
+CUT_OFF = {True: "Reason=TimeLimit", False: "Reason=TimeLimit|Reason=NodeDown|PreemptTime=[0-9]"}
+"""What `scontrol show job` says of a job that has ended and that nobody else lets go on, by whether Slurm requeues."""
 SIGNAL = "USR1"
 
 
@@ -176,16 +188,17 @@ def render(job: Job, command: str) -> str:
         parts.append(HEAL.rstrip())
     if job.setup:
         parts.append("\n".join(job.setup))
+    parts.append(_go_on(job).rstrip())
     # Slurm itself requeues what it pre-empts; a chain it does not know, and a person's cancel gives no warning first.
     term = "term" if job.requeue else "${ending:-term}"
-    parts.append(RUN.format(signal=SIGNAL, command=command, term=term).rstrip())
-    parts.append(STOPPED.format(stopped=EXIT_STOPPED, again=_again(job).rstrip()).rstrip())
-    parts.append('exit "$code"')
+    again = "go_on && sleep 60" if job.requeue else "go_on && code=0"
+    about = {"signal": SIGNAL, "term": term, "stopped": EXIT_STOPPED, "again": again, "cut_off": CUT_OFF[job.requeue]}
+    parts.append(RUN.format(command=command, **about).rstrip())
     return "\n\n".join(parts) + "\n"
 
 
-def _again(job: Job) -> str:
-    """How the run goes on after its time."""
+def _go_on(job: Job) -> str:
+    """The function by which the run goes on after its time."""
     if job.requeue:
         return REQUEUE
     handover = HANDOVER.format(room=shlex.quote(job.room)).rstrip() if job.room else ""

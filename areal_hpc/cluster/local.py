@@ -80,7 +80,8 @@ class LocalLauncher:
     @classmethod
     def of(cls, config: Config, run: RunDir, epoch: int, host: str = LOOPBACK) -> LocalLauncher:
         """The launcher of a run's processes on this machine."""
-        return cls(run, epoch, threads_of(config), REPRODUCIBLE if config.deterministic else NO_VARIABLES, host)
+        threads = threads_of(config, len(os.sched_getaffinity(0)))
+        return cls(run, epoch, threads, REPRODUCIBLE if config.deterministic else NO_VARIABLES, host)
 
     def start(self, role: str, index: int, variables: Mapping[str, str] = NO_VARIABLES) -> None:
         """Start one role, again if need be; its output joins what its log file holds.

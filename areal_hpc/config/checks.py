@@ -12,6 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster_checks import check_container
 from areal_hpc.config.derived import (
     exported_model,
     model_ranks,
@@ -334,6 +335,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_evaluated,
     check_deterministic,
     check_job,
+    check_container,
     check_replay,
 )
 WITH_EPISODES: Final[tuple[Check, ...]] = (

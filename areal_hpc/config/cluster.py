@@ -21,6 +21,29 @@ class Shape(StrEnum):
     SPLIT = "split"
 
 
+class Runtime(StrEnum):
+    NONE = "none"
+    APPTAINER = "apptainer"
+    PYXIS = "pyxis"
+    SHIFTER = "shifter"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerConfig:
+    """An image that the run's processes live in. The launcher stays outside, where Slurm's commands are: with the
+    Python that submits, which needs this package without any extra."""
+
+    runtime: Runtime = Runtime.NONE
+    """How this site starts containers: `apptainer`, `pyxis` (enroot, through srun) or `shifter`."""
+    image: str = ""
+    """What to start, as the runtime names it: a .sif or .sqsh file, or a name. cluster.python is looked for in it."""
+    mounts: tuple[str, ...] = ()
+    """Directories seen inside, as "/path" or "/outside:/inside": run_root, model and data, where the runtime does not
+    show them by itself."""
+    args: tuple[str, ...] = ()
+    """Further options of the runtime as they are, such as "--module=gpu"."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentConfig:
     """What one component asks for. A text is handed to sbatch as it is; empty asks for nothing."""
@@ -104,9 +127,14 @@ class ClusterConfig:
     setup: tuple[str, ...] = ()
     """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
     prefix: str = ""
-    """Command that every Python of the run is started through, such as "apptainer exec --nv image.sif"."""
+    """Command that every Python of the run is started through, such as "numactl --interleave=all"."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    """The container of the processes on the nodes."""
+    mpi: str = ""
+    """PMI through which the nodes of a step find each other by MPI, such as "pmix" or "pmi2" (srun --mpi=list), and
+    prove that they reach each other before anything starts; needs mpi4py. Empty: by the address that Slurm tells."""
     python: str = ""
-    """Python interpreter on the nodes; empty is the one that submits."""
+    """Python interpreter on the nodes; empty is the one that submits, or in a container `python`."""
 
 
 def seconds_of(limit: str) -> int | None:

@@ -31,9 +31,15 @@ def model_ranks(config: Config) -> int:
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
-def threads_of(config: Config) -> Mapping[str, int]:
-    """CPU threads of one process of each role that has more to say than 1."""
-    return {"trainer": config.trainer.threads, "generator": config.generation.threads}
+def threads_of(config: Config, num_cpus: int) -> Mapping[str, int]:
+    """CPU threads of one process of each role that has more to say than 1.
+
+    Args:
+        num_cpus: those that this process may use, which is less than the machine has where a scheduler has given it a
+            part: more threads would wait for each other. Deterministic training keeps what rounding depends on.
+    """
+    wanted = {"trainer": config.trainer.threads, "generator": config.generation.threads}
+    return wanted if config.deterministic else {role: min(number, num_cpus) for role, number in wanted.items()}
 
 
 def engine_ranks(config: Config) -> int:

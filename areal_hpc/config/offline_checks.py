@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.recipes import Data, is_offline, recipe_of
 from areal_hpc.config.schema import Config
@@ -30,7 +29,7 @@ READ = ("algorithm.name", "algorithm.groups_per_step", "algorithm.minibatches", 
 
 
 def check_offline(config: Config) -> Iterator[str]:
-    """Keys that an offline algorithm does not read, and shapes that it does not have."""
+    """Keys that an offline algorithm does not read."""
     if not is_offline(config.algorithm):
         return
     recipe = recipe_of(config.algorithm.name)
@@ -40,11 +39,6 @@ def check_offline(config: Config) -> Iterator[str]:
         unread = name.startswith(UNREAD) and not name.startswith((*READ, *own)) and name not in recipe.fixed
         if unread and value_of(config, name) != key.default:
             yield f"{name}: {value_of(config, name)} {why}; remove it"
-    if config.cluster.shape is not Shape.LOCAL:
-        yield (
-            f"cluster.shape: {config.cluster.shape} has nodes for generation, and algorithm.name = "
-            f"{config.algorithm.name} generates nothing; set it to local, inside a job of one node"
-        )
 
 
 def check_pairs(config: Config) -> Iterator[str]:

@@ -211,6 +211,9 @@ class TrainerConfig:
     """Token budget of one forward and backward on one rank."""
     threads: int = 1
     """CPU threads of one trainer process."""
+    torchrun_variables: bool = False
+    """Give the trainer's ranks RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, for code of
+    yours that enters a group by them; LOCAL_RANK counts the devices that a rank sees, which on a cluster is its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

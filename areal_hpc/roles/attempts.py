@@ -34,9 +34,7 @@ from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
-from areal_hpc.roles.wiring.engines import make_model
 from areal_hpc.roles.wiring.launchers import make_launcher
-from areal_hpc.roles.wiring.preflight import check_made
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
@@ -111,6 +109,9 @@ class Attempts:
         path = self.config.model.path
         if Path(path).is_dir():
             return True
+        from areal_hpc.roles.wiring.engines import make_model
+        from areal_hpc.roles.wiring.preflight import check_made
+
         publish_json(attempt.state, {"state": RUNNING, "about": f"making the model {path}", **owner})
         try:
             with self.signals.interrupting():

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.probe import clock_ahead_s
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config
@@ -66,7 +67,7 @@ def examine_site(config: Config, environment: Mapping[str, str] = os.environ) ->
     )
     if not lacks:
         yield Finding(name="files", verdict="ok", found="model and data are there; nothing will be fetched")
-    if "SLURM_JOB_ID" in environment:
+    if in_job(environment):
         yield from _nodes(config, directory)
 
 

@@ -5,7 +5,8 @@
 
 An evaluation is a run like any other, with a directory, logs and a status of its own; only engines and the evaluator
 are there, and they do what they do beside a trainer. Prompts, reward, sampling and ``evaluation.*`` are those of the
-configuration, so that one checkpoint can be measured in many ways, and many checkpoints in one.
+configuration, so that one checkpoint can be measured in many ways, and many checkpoints in one. Typed in a Slurm job
+(``sbatch/eval.sbatch``) it has that job's nodes; elsewhere this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TextIO
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import history
-from areal_hpc.config.cluster import ClusterConfig
+from areal_hpc.cluster.environment import Allocation
+from areal_hpc.config.cluster import ClusterConfig, ComponentConfig, Shape, inherited
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import ArchiveConfig, Config, ReplayConfig
@@ -30,12 +32,15 @@ from areal_hpc.roles.launcher import run_local
 log = logging.getLogger(__name__)
 
 
-def evaluate(config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO) -> int:
-    """Evaluate the run or Hugging Face directory ``what`` on this machine, into the new run directory ``out``.
+def evaluate(
+    config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO, *, job: Allocation | None = None
+) -> int:
+    """Evaluate the run or Hugging Face directory ``what`` into the new run directory ``out``.
 
     Args:
         step: of the run's checkpoint; the newest, if None.
         out: beside the configuration's own run directory, if None.
+        job: on whose nodes, instead of this machine; one that Slurm has requeued begins again in the same directory.
 
     Returns:
         the exit code of ``run_local``, EXIT_FAILED also where not one sample succeeded.
@@ -44,19 +49,23 @@ def evaluate(config: Config, what: Path, step: int | None, out: Path | None, str
         RunDirError: ``out`` exists.
         UserError, RoleDied: as ``evaluation_config`` and ``run_local``.
     """
-    config = evaluation_config(config, what.resolve(), step, out)
+    config = evaluation_config(config, what.resolve(), step, out, num_nodes=job.num_nodes if job else 0)
     root = Path(config.run_root) / config.name
-    if root.exists():
+    again = job is not None and job.continues
+    if root.exists() and not again:
         raise RunDirError(f"{root} exists; give a new directory with --out, or remove it")
     log.info("evaluating %s; `areal-hpc why %s` tells how far it is", config.evaluation.checkpoint, root)
-    code = run_local(config, resume=False, console=LiveConsole(0, stream, table=False))
+    code = run_local(config, resume=again, takeover=again, console=LiveConsole(0, stream, table=False))
     if code == EXIT_DONE and "reason" in read_json(RunDir(root).evaluation(config.evaluation.step)):
         return EXIT_FAILED
     return code
 
 
-def evaluation_config(config: Config, what: Path, step: int | None, out: Path | None) -> Config:
+def evaluation_config(config: Config, what: Path, step: int | None, out: Path | None, num_nodes: int = 0) -> Config:
     """``config`` as an evaluation of ``what``, which is the same wherever it is looked at from.
+
+    Args:
+        num_nodes: of the Slurm job that it has; 0 is this machine.
 
     Raises:
         ConfigError: it generates nothing, has no prompts to evaluate on, or ``step`` is of no run.
@@ -81,11 +90,20 @@ def evaluation_config(config: Config, what: Path, step: int | None, out: Path | 
         evaluation=replace(config.evaluation, checkpoint=str(what), step=step),
         archive=ArchiveConfig(),
         replay=ReplayConfig(),
-        cluster=ClusterConfig(),  # the shape of a training run has nodes for a trainer
+        cluster=_cluster_of(config.cluster, num_nodes),
     )
     if is_run:
         measured = replace(measured, model=replace(measured.model, path=str(RunDir(place).model)))
     return resolve(measured)
+
+
+def _cluster_of(cluster: ClusterConfig, num_nodes: int) -> ClusterConfig:
+    """The shape of a training run has nodes for a trainer; an evaluation has engines on all that there are."""
+    if not num_nodes:
+        return ClusterConfig()
+    engines = replace(inherited(cluster.generation, cluster.all), nodes=num_nodes)
+    none = ComponentConfig()
+    return replace(cluster, shape=Shape.SPLIT, all=engines, trainer=none, generation=none, rollout=none)
 
 
 def _step_of(run: RunDir, step: int | None) -> int:

@@ -25,8 +25,8 @@ from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
+from areal_hpc.roles.preparation import prepare
 from areal_hpc.roles.stopping import ALIVE, Signals, state_of
-from areal_hpc.roles.wiring.preflight import preflight
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def run_local(
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
             lies on a file system that cannot carry a run.
         CheckpointError: there is no checkpoint of the step ``resume_from``.
-        ConfigError, DataError: see ``preflight``; the run directory has not been touched.
+        ConfigError, DataError: see ``prepare``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
         Stalled: nobody got on any more, and no attempt is to follow.
     """
@@ -96,7 +96,7 @@ def run_local(
     if resume_from is not None:
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
-    preflight(config)
+    prepare(config)
     with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
         attempts = Attempts(
             run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from

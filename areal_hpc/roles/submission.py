@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.components import components_of, require_slurm, seats
+from areal_hpc.cluster.containers import python_of_launcher
 from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.owner import Owner
@@ -67,7 +67,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     copy = room / f"config-{number:04d}.yaml"
     publish(copy, dump(config).encode())
     log = batch_log(run, "%j")
-    python = shlex.join([*shlex.split(config.cluster.prefix), config.cluster.python or sys.executable])
+    python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
     try:
         job_id = submit(
             job_of(config, log=str(log), directory=Path.cwd(), room=str(room)),

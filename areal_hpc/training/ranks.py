@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """``group`` is None for a trainer of one process. ``device`` is where the group's collectives run."""
+    """``group`` is None for a trainer of one process. ``device`` is where the group's collectives run. ``store``, where
+    a trainer of one process hosts one for others, lives as long as this."""
 
-    def __init__(self, group: ProcessGroup | None = None, device: str = "cpu") -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup | None = None, device: str = "cpu", store: object = None) -> None:
+        self.group, self.store = group, store
         self.device = device
         self.rank: int = 0 if group is None else group.rank()  # dist.get_rank wants a default group, which we have not
         self.size: int = 1 if group is None else group.size()

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from forked import SERVER
+from launched import CONFIG
 from torch.distributed import ProcessGroup
 
+from areal_hpc.config.load import load
 from areal_hpc.errors import RoleDied
+from areal_hpc.fs import RunDir
+from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.training import join_ranks
+from areal_hpc.telemetry import Recorder
 from areal_hpc.training.ranks import Ranks
-from tests.ranks import run_ranks
+from tests.ranks import TIMEOUT_S, run_ranks
 
 
 def exchange(group: ProcessGroup | None) -> dict[str, Any]:
@@ -61,3 +74,49 @@ def test_a_rank_that_ends_is_noticed_by_the_others() -> None:
     told, ended = run_ranks(2, outlive)
     assert ended == "ended"
     assert told.startswith("trainer rank 0 of 2 lost the other ranks (")
+
+
+def meet_by_environment(root: Path, index: int, words: list[str]) -> dict[str, Any]:
+    """A trainer rank, and in it code that knows nothing of this package and enters a group as under torchrun."""
+    run = RunDir.open(root)
+    process = RoleProcess(
+        role="trainer",
+        index=index,
+        run=run,
+        epoch=1,
+        config=load([run.config], words),
+        token="t",
+        recorder=Recorder(run.attempt(1).records("trainer", index), role="trainer", index=index, epoch=1),
+    )
+    ranks = join_ranks(process)
+    dist.init_process_group("gloo")
+    mine = torch.tensor([10.0**index])
+    dist.all_reduce(mine)
+    answer = {
+        "rank": (ranks.rank, dist.get_rank(), int(os.environ["RANK"])),
+        "size": (ranks.size, dist.get_world_size(), int(os.environ["WORLD_SIZE"])),
+        "local": (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]),
+        "sum": float(mine),
+        "any": ranks.any(index == 1),
+    }
+    dist.destroy_process_group()
+    return answer
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_code_that_wants_torchruns_variables_finds_the_store_of_rank_0(tmp_path: Path, num_ranks: int) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.config.write_text(yaml.safe_dump({**CONFIG, "model": {"path": "none"}}), encoding="utf-8")
+    run.attempt(1).create()
+    words = [f"trainer.ranks={num_ranks}", "trainer.torchrun_variables=true"]
+    with ProcessPoolExecutor(num_ranks, mp_context=SERVER) as pool:
+        futures = [pool.submit(meet_by_environment, run.root, rank, words) for rank in range(num_ranks)]
+        answers = [future.result(timeout=TIMEOUT_S) for future in futures]
+    for rank, answer in enumerate(answers):
+        assert answer == {
+            "rank": (rank, rank, rank),
+            "size": (num_ranks, num_ranks, num_ranks),
+            "local": (str(rank), str(num_ranks)),
+            "sum": [1.0, 11.0][num_ranks - 1],
+            "any": num_ranks == 2,
+        }

@@ -49,7 +49,7 @@ def test_two_workers_over_the_disk_transport_finish(hostile: Launched) -> None:
     assert_finished(hostile, max_staleness=3)
 
 
-def test_two_trainer_ranks_stop_together_and_one_that_dies_ends_the_run(model: Path, tmp_path: Path) -> None:
+def test_A38_two_trainer_ranks_stop_together_and_one_that_dies_ends_the_run(model: Path, tmp_path: Path) -> None:
     words = ("trainer.ranks=2", "trainer.total_steps=400")
     with launched(tmp_path, model, *words) as started:
         started.wait_for_step(1)

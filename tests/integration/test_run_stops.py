@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import (
     EVALUATE,
@@ -26,13 +28,27 @@ from launched import (
 from areal_hpc.report import status_lines
 
 
-def test_a_scheduler_that_signals_every_process_at_once_costs_nothing_and_the_run_goes_on(
+def pelt(process: psutil.Process, number: int) -> int:
+    """Send a process up to ``number`` requests to stop, at random moments until it ends; how many reached it."""
+    moments = random.Random(37)
+    for sent in range(number):
+        try:
+            process.send_signal(signal.SIGTERM)
+        except psutil.NoSuchProcess:
+            return sent
+        time.sleep(moments.expovariate(500.0))
+    return number
+
+
+def test_A37_a_scheduler_that_signals_every_process_a_thousand_times_costs_nothing_and_the_run_goes_on(
     model: Path, tmp_path: Path
 ) -> None:
     with launched(tmp_path, model, "trainer.total_steps=400") as started:
         started.wait_for_step(2)
-        for process in [*started.roles().values(), started.process]:
+        roles = started.roles()
+        for process in [*roles.values(), started.process]:
             process.send_signal(signal.SIGTERM)
+        assert pelt(roles["trainer-0"], 1000) > 100, "hardly any signal came before the end"
         assert started.wait() == 75, started.text
         assert "INFO stopping: the step under way, then a checkpoint" in started.text
         assert "the same command with --resume goes on from the newest checkpoint" in started.text
@@ -146,7 +162,7 @@ def test_a_run_that_is_taken_over_stops_and_spoils_nothing(model: Path, tmp_path
     assert newest_checkpoint(first.run).version.epoch == 2
 
 
-def test_a_run_in_use_is_refused_until_the_command_stops_it_and_one_beside_it_is_not_disturbed(
+def test_A5_a_run_in_use_is_refused_until_the_command_stops_it_and_one_beside_it_is_not_disturbed(
     model: Path, tmp_path: Path
 ) -> None:
     endless = "trainer.total_steps=400"

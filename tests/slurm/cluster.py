@@ -151,7 +151,7 @@ class SlurmCluster:
 
     Args:
         num_nodes: compute nodes n1, n2, ...; the first half has the feature h100, the rest a100, each also its number.
-        gpus: pretended GPUs of a node.
+        gpus: pretended GPUs of a node; with 0 the cluster has no generic resources at all.
         settings: lines of slurm.conf that replace or follow ours.
     """
 
@@ -339,15 +339,18 @@ class SlurmCluster:
 
     def _write_configuration(self) -> None:
         replaced = tuple(line.split("=", 1)[0] + "=" for line in self._settings if not line.startswith("Partition"))
-        lines = [line for line in SLURM_CONF.format(dir=self.dir).splitlines() if not line.startswith(replaced or "\0")]
+        left_out = replaced if self._gpus else (*replaced, "GresTypes=", "AccountingStorageTRES=")
+        lines = [line for line in SLURM_CONF.format(dir=self.dir).splitlines() if not line.startswith(left_out or "\0")]
         gres = []
         for number, node in enumerate(self.nodes, 1):
             kind = "h100" if number <= (len(self.nodes) + 1) // 2 else "a100"
+            has = f"Gres=gpu:{kind}:{self._gpus} " if self._gpus else ""
             lines.append(
                 f"NodeName={node} NodeHostname={node} NodeAddr={self._address(node)} CPUs={self._cpus} "
-                f"RealMemory=16384 Gres=gpu:{kind}:{self._gpus} Feature={kind},node{number} State=UNKNOWN"
+                f"RealMemory=16384 {has}Feature={kind},node{number} State=UNKNOWN"
             )
-            gres.append(f"NodeName={node} Name=gpu Type={kind} File={self.dir}/dev/nvidia[0-{self._gpus - 1}]")
+            if has:
+                gres.append(f"NodeName={node} Name=gpu Type={kind} File={self.dir}/dev/nvidia[0-{self._gpus - 1}]")
         everywhere = "Nodes=ALL MaxTime=1-0 DefaultTime=10 State=UP"
         lines += [
             f"PartitionName=gpu {everywhere} Default=YES PriorityTier=100 PreemptMode=OFF",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from cluster import SlurmCluster, wait_for
 from launched import environment
@@ -16,6 +18,9 @@ from areal_hpc.telemetry import RecordReader
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
 PATHS = {"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+NOTHING: Mapping[str, str] = MappingProxyType({})
+LONGEST_S = 240.0
+"""Of a job: far more than any takes on a busy machine."""
 STEPS = 30
 LONG = (
     f"trainer.total_steps={STEPS}",
@@ -28,14 +33,18 @@ LONG = (
 """Half a second a step at least, so that a run can be disturbed in the middle also on a quick machine."""
 
 
-def areal(slurm: SlurmCluster, directory: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def areal(
+    slurm: SlurmCluster, directory: Path, *words: str | Path, env: Mapping[str, str] = NOTHING
+) -> subprocess.CompletedProcess[str]:
     """``areal-hpc`` on the login node."""
-    return slurm.run(sys.executable, "-m", "areal_hpc", *words, env=PATHS, cwd=directory)
+    return slurm.run(sys.executable, "-m", "areal_hpc", *words, env={**PATHS, **env}, cwd=directory)
 
 
-def submit(slurm: SlurmCluster, directory: Path, *words: str) -> tuple[str, RunDir, Path]:
+def submit(
+    slurm: SlurmCluster, directory: Path, *words: str, env: Mapping[str, str] = NOTHING
+) -> tuple[str, RunDir, Path]:
     """A run's job, its directory and its log."""
-    done = areal(slurm, directory, "submit", *words)
+    done = areal(slurm, directory, "submit", *words, env=env)
     assert done.returncode == 0, done.stderr
     said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     return said["job"], RunDir(Path(said["run"])), Path(said["log"])
@@ -48,10 +57,17 @@ def status(slurm: SlurmCluster, run: RunDir) -> dict[str, str]:
     return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.splitlines())
 
 
-def typed(slurm: SlurmCluster, directory: Path, script: Path, options: list[str], *words: str) -> tuple[str, Path]:
+def typed(
+    slurm: SlurmCluster,
+    directory: Path,
+    script: Path,
+    options: list[str],
+    *words: str,
+    env: Mapping[str, str] = NOTHING,
+) -> tuple[str, Path]:
     """A job of a script that was handed to sbatch as it is, and its log."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    done = slurm.run("sbatch", *options, script, *words, env={**PATHS, "PATH": path}, cwd=directory)
+    done = slurm.run("sbatch", *options, script, *words, env={**PATHS, "PATH": path, **env}, cwd=directory)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]
     return job, directory / f"areal-hpc-{job}.log"
@@ -67,7 +83,7 @@ def wait_for_step(run: RunDir, step: int) -> None:
 
 
 def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, log: Path) -> None:
-    state = slurm.wait_for_state(job, *OVER, limit_s=240.0)
+    state = slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S)
     text = log.read_text(encoding="utf-8")
     assert state == "COMPLETED", text
     assert_proven_in_two_attempts(run, text)

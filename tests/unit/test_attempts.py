@@ -123,7 +123,7 @@ def test_what_the_preflight_finds_leaves_nothing(config: Config, run: RunDir, mo
     def fail(_: Config) -> None:
         raise DataError("no such file; give another")
 
-    monkeypatch.setattr(launcher, "preflight", fail)
+    monkeypatch.setattr(launcher, "prepare", fail)
     with pytest.raises(DataError):
         start(config)
     assert not run.root.exists()

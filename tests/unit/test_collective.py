@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
@@ -51,6 +52,13 @@ def test_a_member_that_does_not_come_ends_the_join_in_time() -> None:
     address = GroupAddress(host="127.0.0.1", port=store.port, name="w-alone", world_size=2, backend="gloo")
     with pytest.raises((dist.DistError, RuntimeError)):
         join_group(address, 0, 1, store)
+
+
+def test_A13_stores_that_are_made_at_one_moment_have_ports_of_their_own() -> None:
+    """The kernel gives a port and holds it: nobody looks for a free one first, and loses it to another."""
+    with ThreadPoolExecutor(8) as pool:
+        stores = list(pool.map(lambda _: host_store(timeout_s=LIMIT_S), range(8)))
+    assert len({store.port for store in stores}) == 8
 
 
 def test_the_store_listens_on_the_named_host_only() -> None:

@@ -13,7 +13,7 @@ from areal_hpc.cluster.agent import visible_devices
 from areal_hpc.cluster.components import Seat, components_of, divide, seats
 from areal_hpc.cluster.environment import Allocation, allocation
 from areal_hpc.cluster.plan import plan_lines
-from areal_hpc.cluster.steps import step_commands
+from areal_hpc.cluster.steps import check_command, step_commands
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -58,6 +58,26 @@ def test_a_plain_jobs_nodes_are_divided_in_order() -> None:
     config = config_of("cluster.shape=split", "cluster.generation.nodes=2", "cluster.rollout.nodes=1")
     nodes = divide(config, [("n1", "n2", "n3", "n4")])
     assert nodes == {"trainer": ("n1",), "generation": ("n2", "n3"), "rollout": ("n4",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "components"),
+    [
+        ((), {"trainer": ("trainer", "evaluator", "rollout"), "generation": ("generator",)}),
+        (
+            ("cluster.rollout.nodes=1",),
+            {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)},
+        ),
+        (("evaluation.checkpoint=m", "model.path=m"), {"generation": ("generator", "evaluator")}),
+        (("replay.run=r", "evaluation.every_steps=0"), {"trainer": ("trainer", "evaluator")}),
+    ],
+)
+def test_no_component_is_asked_for_that_would_have_nothing_to_do(
+    words: tuple[str, ...], components: dict[str, tuple[str, ...]]
+) -> None:
+    config = config_of(*words)
+    assert {one.name: one.roles for one in components_of(config)} == components
+    assert all(any(role in one.roles for one in components_of(config)) for role, n in roles_of(config).items() if n)
 
 
 @pytest.mark.parametrize("allocated", [[("n1",)], [("n1",), ("n2", "n3")], [("n1",), ("n2",), ("n3",)]])
@@ -152,7 +172,43 @@ def test_what_a_site_needs_comes_before_the_agent() -> None:
     assert words == ["bash", "-c", 'module load cuda\nexec "$@"', "bash", "apptainer", "exec", "my image.sif", *AGENT]
 
 
-def test_the_plan_names_every_process_and_what_is_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("runtime", "gpus", "srun", "before"),
+    [
+        ("apptainer", 2, "", "apptainer exec --nv --bind /scratch --bind /home/me:/me --an-option /images/run.sif"),
+        ("apptainer", 0, "", "apptainer exec --bind /scratch --bind /home/me:/me --an-option /images/run.sif"),
+        (
+            "pyxis",
+            2,
+            "--container-image=/images/run.sif --container-mounts=/scratch:/scratch,/home/me:/me --an-option",
+            "",
+        ),
+        (
+            "shifter",
+            2,
+            "",
+            "shifter --image=/images/run.sif --volume=/scratch:/scratch --volume=/home/me:/me --an-option",
+        ),
+    ],
+)
+def test_A41_a_container_is_started_as_its_runtime_wants_it_and_by_no_name_that_a_later_job_would_find(
+    runtime: str, gpus: int, srun: str, before: str
+) -> None:
+    """The forms of apptainer-exec(1), the README of pyxis, and shifter(1)."""
+    words = ["image=/images/run.sif", "mounts=[/scratch, '/home/me:/me']", "args=['--an-option']", f"runtime={runtime}"]
+    config = config_of(
+        *(f"cluster.container.{word}" for word in words), f"cluster.all.gpus={gpus}", "cluster.prefix=nice"
+    )
+    job = allocation(HET | {"SLURM_JOB_NODELIST_HET_GROUP_1": "n1"})
+    _, (command, _) = step_commands(config, job, divide(config, job.components), AGENT)
+    wrapped = [*srun.split(), "nice", *before.split()]
+    assert list(command[command.index("--het-group=1") + 1 :]) == [*wrapped, *AGENT]
+    look = list(check_command(config, job, ["look"]))
+    assert look[:3] == ["srun", "--nodes=1", "--ntasks=1"]
+    assert look[look.index("--het-group=0") + 1 :] == [*wrapped, "look"]
+
+
+def test_A23_the_plan_names_every_process_and_what_is_asked_for() -> None:
     config = config_of("generation.replicas=3", "cluster.generation.gres=gpu:4", "cluster.all.account=abc")
     text = "\n".join(plan_lines(config, roles_of(config)))
     for role, count in roles_of(config).items():

@@ -81,6 +81,7 @@ trainer.optimizer.schedule: constant | linear | cosine
 trainer.optimizer.min_lr: float
 trainer.tokens_per_microbatch: int
 trainer.threads: int
+trainer.torchrun_variables: bool
 seed: int
 deterministic: bool
 run_root: str
@@ -284,6 +285,11 @@ cluster.signal_lead_s: int
 cluster.requeue: bool
 cluster.setup: list of str
 cluster.prefix: str
+cluster.container.runtime: none | apptainer | pyxis | shifter
+cluster.container.image: str
+cluster.container.mounts: list of str
+cluster.container.args: list of str
+cluster.mpi: str
 cluster.python: str
 telemetry.sinks: list of tensorboard | wandb
 telemetry.wandb_mode: str

@@ -12,6 +12,8 @@ import pytest
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
+from areal_hpc.cluster.components import components_of, divide, seats
+from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
@@ -68,6 +70,24 @@ def test_a_directory_of_weights_is_served_from_where_it_is(config: Config, weigh
     assert (measured.evaluation.checkpoint, measured.evaluation.step) == (str(weights), 0)
     assert (Path(measured.run_root) / measured.name, measured.model.path) == (tmp_path / "there", str(weights))
     assert measured.model.maker == ""
+
+
+def test_in_a_slurm_job_its_engines_have_all_nodes_and_what_was_asked_for_those_of_the_training_run(
+    config: Config, weights: Path
+) -> None:
+    cluster = replace(config.cluster, generation=ComponentConfig(gres="gpu:2", nodes=1), setup=("module load cuda",))
+    measured = evaluation_config(replace(config, cluster=cluster), weights, None, None, num_nodes=3)
+    (component,) = components_of(measured)
+    assert (component.roles, component.request.nodes, component.gpus) == (("generator", "evaluator"), 3, 2)
+    assert measured.cluster.setup == ("module load cuda",)
+    nodes = divide(measured, [("n1", "n2", "n3")])
+    placed = seats(measured, nodes, roles_of(measured))
+    assert {key: seat.node for key, seat in placed.items()} == {
+        ("generator", 0): "n1",
+        ("generator", 1): "n2",
+        ("evaluator", 0): "n1",
+    }
+    assert evaluation_config(config, weights, None, None).cluster.shape is Shape.LOCAL
 
 
 def test_what_cannot_be_measured_is_refused(config: Config, run: RunDir, weights: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
-TYPED = 'python -u -m areal_hpc run "$@" {words}'
+PRELUDE = 'if [ -n "${AREAL_HPC_ENV:-}" ]; then source "$AREAL_HPC_ENV" || exit 2; fi  # such as sbatch/env/modules.sh'
 GOLDEN = {
-    "train": ("cluster.shape=het",),
-    "train_split": ("cluster.shape=split",),
-    "train_chain": ("cluster.shape=split", "cluster.requeue=false"),
+    "train": ("run", "cluster.shape=het"),
+    "train_split": ("run", "cluster.shape=split"),
+    "train_chain": ("run", "cluster.shape=split", "cluster.requeue=false"),
+    "eval": ("eval", "cluster.shape=split"),
 }
+EVALUATES = ("evaluation.checkpoint=model", "model.path=model")
+"""What makes a configuration one of `areal-hpc eval`."""
 
 
 def config_of(*words: str) -> Config:
@@ -45,12 +48,18 @@ def blocks(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "words"), GOLDEN.items())
-def test_the_scripts_that_people_type_are_what_is_rendered(name: str, words: tuple[str, ...]) -> None:
+def typed(command: str, *words: str) -> str:
+    """The script that a person types, for ``areal-hpc COMMAND``."""
+    config = config_of(*words, "cluster.job_name=areal-hpc", *(EVALUATES if command == "eval" else ()))
+    job = replace(job_of(config, log="areal-hpc-%j.log"), setup=(PRELUDE,))
+    return render(job, f'python -u -m areal_hpc {command} "$@" {" ".join(words)}')
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_scripts_that_people_type_are_what_is_rendered(name: str) -> None:
     """To renew one after a change that is meant: paste what the assertion shows."""
-    config = config_of(*words, "cluster.job_name=areal-hpc")
     golden = (REPOSITORY / f"sbatch/{name}.sbatch").read_text(encoding="utf-8")
-    assert render(job_of(config, log="areal-hpc-%j.log"), TYPED.format(words=" ".join(words))) == golden
+    assert typed(*GOLDEN[name]) == golden
 
 
 @pytest.mark.parametrize("text", [script(), script("cluster.shape=split"), script("cluster.requeue=false")])
@@ -188,20 +197,22 @@ def test_every_form_of_a_time_limit(text: str, seconds: int | None) -> None:
     assert seconds_of(text) == seconds
 
 
-def last_part(tmp_path: Path, text: str, *, signals: str, **commands: str) -> tuple[int, list[str]]:
+def last_part(tmp_path: Path, text: str, *, signals: str, prelude: str = "", **commands: str) -> tuple[int, list[str]]:
     """Run a batch script whose launcher stops with a checkpoint, and the Slurm commands of which are stand-ins; its
-    exit code and what was called."""
+    exit code and what was called, but for questions."""
     for name, body in commands.items():
         path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >>{tmp_path}/calls\n{body}\n')
         path.chmod(0o755)
     path = tmp_path / "script"
     path.write_text(text)
     environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SIGNALS": signals}
+    environment |= {"AREAL_HPC_ENV": prelude}
     done = subprocess.run(["bash", path, "word"], env=environment, capture_output=True, check=False, timeout=30)
     calls = tmp_path / "calls"
-    return done.returncode, calls.read_text().splitlines() if calls.exists() else []
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return done.returncode, [line for line in lines if not line.startswith("scontrol show job")]
 
 
 STOPS = """bash -c 'trap : TERM; for one in $SIGNALS; do kill -$one $PPID; done; sleep 0.2; exit 75'"""
@@ -248,6 +259,32 @@ def test_without_requeueing_the_next_job_of_a_chain_gets_what_this_one_had(tmp_p
     assert (room / "13/13_submitted.pkl").read_text() == "what to run"
 
 
+REQUEUED = ["scontrol requeue 12"]
+CHAINED = ["sbatch --parsable --dependency=afterany:12 --export=ALL,AREAL_HPC_AFTER=12 script word"]
+
+
+@pytest.mark.parametrize(
+    ("slurm_says", "where_it_requeues", "where_it_does_not"),
+    [
+        ("JobState=COMPLETING Reason=TimeLimit", REQUEUED, CHAINED),
+        ("JobState=COMPLETING Reason=NodeDown", [], CHAINED),  # Slurm requeues it
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-11-30T07:44:22", [], CHAINED),  # and this
+        ("JobState=COMPLETING Reason=None", [], []),  # somebody has cancelled it
+    ],
+)
+@pytest.mark.parametrize("signals", ["TERM", "TERM TERM"])
+def test_A40_no_signal_tells_why_a_job_ends_and_slurm_is_asked(
+    tmp_path: Path, slurm_says: str, where_it_requeues: list[str], where_it_does_not: list[str], signals: str
+) -> None:
+    """What Slurm 22.05 says of a real job in its last seconds."""
+    says = f'if [ "$1" = show ]; then echo "JobId=12 {slurm_says} StartTime=2026-11-30T07:44:17"; fi'
+    for number, (word, calls) in enumerate([("true", where_it_requeues), ("false", where_it_does_not)]):
+        room = tmp_path / str(number)
+        text = stopping(f"cluster.requeue={word}")
+        _, found = last_part(room, text, signals=signals, scontrol=says, sbatch="echo 13")
+        assert [call.replace(f"{room}/", "") for call in found] == calls
+
+
 def test_A2_the_next_job_has_the_account_of_this_one_since_it_has_its_script(tmp_path: Path) -> None:
     text = stopping("cluster.requeue=false", "cluster.all.account=e-ext-01", "cluster.all.qos=long")
     sbatch = 'grep -h "^#SBATCH --\\(account\\|qos\\)" "${@:4:1}" >"$0.asked"; echo 13'
@@ -270,6 +307,19 @@ def test_A43_a_job_whose_turn_never_comes_leaves_the_queue() -> None:
 
 def test_a_cancelled_job_has_no_next_one(tmp_path: Path) -> None:
     assert last_part(tmp_path, stopping("cluster.requeue=false"), signals="TERM", sbatch="echo 13") == (75, [])
+
+
+def test_what_python_needs_is_sourced_before_it_or_the_job_ends_at_once(tmp_path: Path) -> None:
+    site = tmp_path / "site.sh"
+    site.write_text("export FROM_SITE=here\n")
+    text = typed("run", "cluster.shape=split")
+    ran = 'echo "$FROM_SITE $*" >"$0.ran"'
+    code, _ = last_part(tmp_path, text, signals="", python=ran, prelude=str(site))
+    assert (code, (tmp_path / "bin/python.ran").read_text()) == (
+        0,
+        "here -u -m areal_hpc run word cluster.shape=split\n",
+    )
+    assert last_part(tmp_path, text, signals="", prelude="/no/such")[0] == 2
 
 
 def test_a_chain_that_cannot_go_on_says_so_by_its_exit_code(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_run_whose_owner_is_gone_may_go_on(
 
 def test_of_two_starts_at_one_moment_one_wins(config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other claims while this one still looks at its data."""
-    monkeypatch.setattr(launcher, "preflight", lambda _: leave(run, "running"))
+    monkeypatch.setattr(launcher, "prepare", lambda _: leave(run, "running"))
     with pytest.raises(RunDirError, match="somebody else at the same moment"):
         start(config)
     assert newest_epoch(run) == 1, "the winner would be fenced"

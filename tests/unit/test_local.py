@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from areal_hpc.cluster.local import KILL_RESERVE_S, Key, end_in_order
+import pytest
+
+from areal_hpc.cluster.local import KILL_RESERVE_S, Key, LocalLauncher, end_in_order
+from areal_hpc.config.load import load
+from areal_hpc.fs import RunDir
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
 
 def test_trainers_end_first_and_leave_the_others_time() -> None:
@@ -24,3 +33,22 @@ def test_trainers_end_first_and_leave_the_others_time() -> None:
     assert others == [("generator", 0), ("rollout", 0)]
     assert last - first == KILL_RESERVE_S
     assert before + 30.0 <= last <= time.monotonic() + 30.0
+
+
+@pytest.mark.parametrize(("deterministic", "threads"), [(False, "1"), (True, "64")])
+def test_A14_pools_are_no_larger_than_the_part_of_the_machine_that_the_job_has(
+    tmp_path: Path, deterministic: bool, threads: str
+) -> None:
+    """A real mask of one CPU, as a scheduler sets it, on a machine that has more."""
+    words = ["trainer.threads=64", f"deterministic={str(deterministic).lower()}"]
+    run = RunDir.create(tmp_path / "run")
+    run.attempt(1).create()
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        launcher = LocalLauncher.of(load([QUICKSTART], words), run, 1)
+        shown = ["sh", "-c", "echo $OMP_NUM_THREADS $MKL_NUM_THREADS"]
+        told = subprocess.run(shown, env=launcher._environment("trainer"), capture_output=True, text=True, check=True)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert told.stdout.split() == [threads, threads]

@@ -227,7 +227,7 @@ def test_what_one_rank_cannot_read_is_left_out_on_both() -> None:
     assert failed <= set(counts)
 
 
-def test_a_stop_that_only_one_rank_saw_stops_both_at_the_same_step() -> None:
+def test_A38_a_stop_that_only_one_rank_saw_stops_both_at_the_same_step() -> None:
     def stop_second(worlds: list[World]) -> None:
         worlds[1].loop.stop_requested = lambda: worlds[1].loop.step >= 2
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.checks import CHECKS
-from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster import Runtime, Shape
 from areal_hpc.config.derived import engine_ranks, model_ranks, ring_capacity
 from areal_hpc.config.keys import keys, type_name, value_of, with_value
 from areal_hpc.config.ranges import RANGES
@@ -203,6 +203,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"cluster__shape": Shape.SPLIT, "cluster__signal_lead_s": 5},
         "cluster.signal_lead_s: 5 s is too short for a stop, which may take limits.stop_s 10 s; raise it, or set it to",
     ),
+    "check_container": (
+        {"cluster__container__runtime": Runtime.PYXIS},
+        "cluster.container.image: required by cluster.container.runtime pyxis; set it",
+    ),
+    "check_container, none": (
+        {"cluster__container__mounts": ("/scratch",)},
+        "cluster.container.runtime: none starts no container; choose apptainer, pyxis or shifter, or remove the rest",
+    ),
+    "check_container, A41 a name": (
+        {
+            "cluster__container__runtime": Runtime.PYXIS,
+            "cluster__container__image": "a.sqsh",
+            "cluster__container__args": ("--container-name=mine",),
+        },
+        "cluster.container.args: --container-name would hand a later job on the node what this one has written",
+    ),
     "check_replay": (
         {"replay__run": "runs/a", "archive__every_steps": 5},
         "replay.run: a replay generates nothing, so there is nothing to evaluate and nothing new to archive",
@@ -215,10 +231,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_offline": (
         {"algorithm__name": "sft"},
         "rollout.reward: tasks:reward does nothing with algorithm.name = sft, which generates nothing; remove it",
-    ),
-    "check_offline, shape": (
-        {"algorithm__name": "sft", "rollout__reward": "", "cluster__shape": Shape.SPLIT},
-        "cluster.shape: split has nodes for generation, and algorithm.name = sft generates nothing",
     ),
     "check_pairs": (
         {"algorithm__name": "dpo", "rollout__reward": "", "model__max_tokens": 5000},

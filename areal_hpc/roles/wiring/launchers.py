@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 
 from areal_hpc.cluster.components import components_of, divide, seats
+from areal_hpc.cluster.containers import python_on_nodes
 from areal_hpc.cluster.environment import allocation
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
@@ -34,6 +34,6 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
     gpus = {component.name: component.gpus for component in components_of(config)}
     record = {"job_id": job.job_id, "restarts": job.restarts, "after": job.after, "nodes": nodes, "gpus": gpus}
     publish_json(run.attempt(epoch).job, {**record, "time": time.time()})
-    agent = [config.cluster.python or sys.executable, "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
+    agent = [python_on_nodes(config.cluster), "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
     steps = step_commands(config, job, nodes, agent)
     return RemoteLauncher(run, epoch, steps, seats(config, nodes, roles), config.limits.start_s)

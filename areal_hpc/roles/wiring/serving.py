@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_hpc import accelerator
 from areal_hpc.config.cluster import Shape
+from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError
 from areal_hpc.roles.process import RoleProcess, StopRequested
@@ -73,7 +75,7 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         dtype=config.model.dtype,
         max_running=config.generation.max_running,
         max_tokens=config.model.max_tokens,
-        threads=config.generation.threads,
+        threads=threads_of(config, len(os.sched_getaffinity(0)))["generator"],
         seed=_seed(process),
         version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,

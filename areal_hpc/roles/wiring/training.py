@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
+from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import ring_capacity
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
@@ -48,8 +50,9 @@ def join_ranks(process: RoleProcess) -> Ranks:
 
     config = process.config
     # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
-    device = accelerator.take_device(process.index if config.cluster.shape is Shape.LOCAL else 0)
-    if config.trainer.ranks == 1:
+    local = (process.index, config.trainer.ranks) if config.cluster.shape is Shape.LOCAL else (0, 1)
+    device = accelerator.take_device(local[0])
+    if config.trainer.ranks == 1 and not config.trainer.torchrun_variables:
         process.publish_endpoint({})
         return Ranks(device=device)
     longest_s = max(config.limits.starve_s, config.limits.checkpoint_s)  # that rank 0 may keep the others waiting
@@ -58,6 +61,11 @@ def join_ranks(process: RoleProcess) -> Ranks:
     process.publish_endpoint({} if store is None else {"port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
     endpoint, *_ = [process.endpoint_of("trainer", rank) for rank in range(config.trainer.ranks)]
+    if config.trainer.torchrun_variables:
+        where = (endpoint["host"], endpoint["port"])
+        os.environ.update(torchrun_variables(process.index, config.trainer.ranks, local, *where))
+    if config.trainer.ranks == 1:
+        return Ranks(device=device, store=store)
     address = GroupAddress(
         host=endpoint["host"],
         port=endpoint["port"],

@@ -1,0 +1,24 @@
+"""What the values of ``cluster`` must be to each other, where that is about the nodes and not the job's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from areal_hpc.config.cluster import Runtime
+from areal_hpc.config.schema import Config
+
+
+def check_container(config: Config) -> Iterator[str]:
+    container = config.cluster.container
+    if container.runtime is not Runtime.NONE and not container.image:
+        yield f"cluster.container.image: required by cluster.container.runtime {container.runtime}; set it"
+    if container.runtime is Runtime.NONE and (container.image or container.mounts or container.args):
+        yield (
+            "cluster.container.runtime: none starts no container; choose apptainer, pyxis or shifter, or remove the "
+            "rest of cluster.container"
+        )
+    if any(word.startswith("--container-name") for word in container.args):
+        yield (
+            "cluster.container.args: --container-name would hand a later job on the node what this one has written "
+            "into its container; remove it"
+        )

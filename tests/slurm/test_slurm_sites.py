@@ -1,0 +1,249 @@
+"""What centres ask for, each on a real Slurm that is configured so. Container runtimes are stand-ins, since there
+are no images here: they note how they were called, and then run the command as if it were inside."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster, wait_for
+from launched import REPOSITORY, arguments
+from runs import LONG, LONGEST_S, OVER, PATHS, STEPS, areal, assert_proven_in_two_attempts, submit, typed, wait_for_step
+from tiny_models import make_model
+
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.roles.job import jobs_of
+
+SHORT = ("trainer.total_steps=3", "cluster.all.cpus=4")
+STRICT = (
+    "JobRequeue=0",
+    "SchedulerType=sched/builtin",  # which has no heterogeneous jobs
+    "SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0",
+    "AccountingStorageEnforce=associations",
+    "PartitionName=science Nodes=ALL MaxTime=1-0 DefaultTime=10 State=UP AllowAccounts=science",
+)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A centre that wants an account, gives whole nodes, and neither requeues nor has heterogeneous jobs."""
+    with SlurmCluster(tmp_path_factory.mktemp("strict") / "c", num_nodes=2, gpus=0, settings=STRICT) as cluster:
+        cluster.call("sacctmgr", "-i", "add", "account", "science")
+        cluster.call("sacctmgr", "-i", "add", "user", "root", "account=science")
+        make_model(cluster.dir / "model", "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
+        yield cluster
+
+
+@pytest.fixture
+def desk(strict: SlurmCluster, request: pytest.FixtureRequest) -> Path:
+    path = strict.dir / "home" / re.sub(r"\W", "_", request.node.name)
+    path.mkdir(parents=True)
+    return path
+
+
+def test_A1_a_centre_that_refuses_is_understood_before_and_after_one_submits(strict: SlurmCluster, desk: Path) -> None:
+    words = [*arguments(desk, strict.dir / "model"), "cluster.shape=split", "cluster.all.partition=science"]
+    for command in ("plan", "submit"):
+        refused = areal(strict, desk, command, *words)
+        assert refused.returncode, refused.stdout
+        assert "Invalid account or account/partition combination" in refused.stdout + refused.stderr
+    unknown = areal(strict, desk, "submit", *words, "cluster.all.account=science", "cluster.all.gres=gpu:1")
+    assert unknown.returncode
+    assert "Invalid generic resource (gres) specification" in unknown.stderr
+    het = [*words, "cluster.all.account=science", "cluster.shape=het"]
+    assert areal(strict, desk, "submit", *het).returncode
+    found = areal(strict, desk, "doctor", *het).stdout
+    assert re.search(r"^heterogeneous jobs +wrong .*; set cluster\.shape=split$", found, re.MULTILINE), found
+    assert re.search(r"^requeueing +warning .*; set cluster\.requeue=false", found, re.MULTILINE), found
+    planned = areal(strict, desk, "plan", *words, "cluster.all.account=science", "cluster.all.gpus=2")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+
+
+@pytest.mark.long
+def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time_limit_has_cut_one_off(
+    strict: SlurmCluster, desk: Path
+) -> None:
+    profile = REPOSITORY / "configs/site/no_het_no_requeue.yaml"
+    site = ["cluster.all.account=science", "cluster.all.partition=science", "cluster.all.gpus_per_node=''"]
+    # Nobody minds SIGURG.
+    unwarned = ["cluster.all.raw=['--signal=B:URG@1']", "cluster.all.gpus=1", "cluster.all.exclusive=yes"]
+    config, *words = arguments(desk, strict.dir / "model")
+    job, run, log = submit(strict, desk, config, str(profile), *words, *LONG, *site, *unwarned)
+    wait_for_step(run, 6)
+    strict.call("scontrol", "update", f"jobid={job}", "EndTime=now")
+    assert strict.wait_for_state(job, "TIMEOUT") == "TIMEOUT"
+    first, second = jobs_of(run)
+    assert first == job
+    assert f"job {second} goes on when this one has ended" in log.read_text(encoding="utf-8")
+    assert strict.wait_for_state(second, *OVER, limit_s=LONGEST_S) == "COMPLETED"
+    assert_proven_in_two_attempts(run, (run.slurm / f"{second}.log").read_text(encoding="utf-8"))
+    resumed = run.attempt(2).log("trainer", 0).read_text(encoding="utf-8")
+    step = re.search(r"resumed from .*/checkpoints/step-(\d+)", resumed)
+    assert step is not None
+    assert 4 <= int(step[1]) < STEPS
+    report = areal(strict, desk, "report", run.root).stdout
+    assert re.search(rf"attempt 1 +job {first}, ", report), report
+    assert re.search(rf"attempt 2 +job {second}, .*, finished\n", report), report
+
+
+INSIDE = """\
+#!/bin/bash
+# {name} as a stand-in: notes how it was called; what is inside has a Python, the reward, and nothing of Slurm's.
+printf '%s\\n' "$(basename "$0") $*" >>{room}/calls
+while [ "$1" != python ]; do shift || exit 127; done  # there is no other program in the image
+shift
+export PYTHONPATH={path} PATH={room}/inside
+exec {python} "$@"
+"""
+SRUN = """\
+#!/bin/bash
+# srun with pyxis as a stand-in: takes its options out, and puts the container where pyxis would.
+options=() container=()
+for word; do
+  case "$word" in
+    --container-*) container+=("${{word#--container-}}") ;;
+    python) options+=({room}/bin/inside "${{container[@]}}" /image "$word") ;;
+    *) options+=("$word") ;;
+  esac
+done
+exec /usr/bin/srun "${{options[@]}}"
+"""
+CALLED = {
+    "apptainer": "apptainer exec --nv --bind /scratch --cleanenv /image python -m areal_hpc.cluster.agent",
+    "pyxis": "inside image=/image mounts=/scratch:/scratch /image python -m areal_hpc.cluster.agent",
+    "shifter": "shifter --image=/image --volume=/scratch:/scratch --module=gpu python -m areal_hpc.cluster.agent",
+}
+ARGS = {"apptainer": "--cleanenv", "shifter": "--module=gpu"}
+
+
+def stand_in(directory: Path, runtime: str) -> dict[str, str]:
+    """The runtime on a PATH of its own; outside of it there is neither the reward nor torch."""
+    room = directory / "site"
+    (room / "bin").mkdir(parents=True)
+    (room / "inside").mkdir()
+    (room / "outside").mkdir()
+    block = "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
+    (room / "outside/sitecustomize.py").write_text(block, encoding="utf-8")
+    facts = {"name": runtime, "room": room, "path": PATHS["PYTHONPATH"], "python": sys.executable}
+    programs = {"inside" if runtime == "pyxis" else runtime: INSIDE.format(**facts)}
+    if runtime == "pyxis":
+        programs["srun"] = SRUN.format(room=room)
+    for name, text in programs.items():
+        path = room / "bin" / name
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    return {
+        "PATH": f"{room}/bin:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONPATH": f"{room}/outside:{REPOSITORY}",
+    }
+
+
+@pytest.mark.parametrize("runtime", CALLED)
+def test_A34_a_run_lives_in_a_container_in_which_nothing_of_slurm_is_and_its_launcher_where_torch_is_not(
+    slurm: SlurmCluster, home: Path, model: Path, runtime: str
+) -> None:
+    container = [f"cluster.container.{word}" for word in (f"runtime={runtime}", "image=/image", "mounts=[/scratch]")]
+    if runtime in ARGS:
+        container.append(f"cluster.container.args=['{ARGS[runtime]}']")
+    words = [*arguments(home, model), *SHORT, *container, "cluster.shape=het", "cluster.all.gpus=1"]
+    site = stand_in(home, runtime)
+    job, run, log = submit(slurm, home, *words, env=site)
+    state = slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S)
+    assert state == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 3
+    calls = (home / "site/calls").read_text(encoding="utf-8").splitlines()
+    assert len([call for call in calls if call.startswith(f"{CALLED[runtime]} {run.root} 1")]) == 2
+    assert len([call for call in calls if call.endswith("python -m areal_hpc.roles.preparation")]) == 1
+
+    wrong, second, _ = submit(slurm, home, *words, "name=wrong", "rollout.reward=nowhere:nothing", env=site)
+    assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
+    said = (second.slurm / f"{wrong}.log").read_text(encoding="utf-8")
+    assert "rollout.reward" in said
+    assert second.all_attempts() == []
+
+
+MODULE = """\
+#%Module1.0
+setenv FROM_THE_MODULE yes
+"""
+CONDA = """\
+conda() { [ "$1 $2" = "activate areal" ] && export FROM_CONDA=yes; }
+"""
+SITE = """\
+for one in modules venv conda; do source {directory}/$one.sh || return 1; done
+export PYTHONPATH={path}
+[ "$FROM_THE_MODULE $FROM_CONDA $VIRTUAL_ENV" = "yes yes {venv}" ]
+"""
+
+
+def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and_requeued_begins_again(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    (home / "modulefiles").mkdir()
+    (home / "modulefiles/areal").write_text(MODULE, encoding="utf-8")
+    (home / "conda/etc/profile.d").mkdir(parents=True)
+    (home / "conda/etc/profile.d/conda.sh").write_text(CONDA, encoding="utf-8")
+    site = home / "site.sh"
+    facts = {"directory": REPOSITORY / "sbatch/env", "path": PATHS["PYTHONPATH"], "venv": sys.prefix}
+    site.write_text(SITE.format(**facts), encoding="utf-8")
+    env = {
+        "AREAL_HPC_ENV": str(site),
+        "AREAL_HPC_MODULES": "areal",
+        "MODULEPATH": str(home / "modulefiles"),
+        "AREAL_HPC_VENV": sys.prefix,
+        "AREAL_HPC_CONDA": str(home / "conda"),
+        "AREAL_HPC_CONDA_ENV": "areal",
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": "",
+    }
+    words = [*arguments(home, model), "generation.replicas=2", "rollout.reward=tiny_task:paced", "evaluation.samples=8"]
+    job, log = typed(
+        slurm, home, REPOSITORY / "sbatch/eval.sbatch", ["-N2"], *words, "--checkpoint", str(model), env=env
+    )
+    run = RunDir(home / f"run-eval-{model.name}")
+    wait_for("its engines", lambda: run.attempts.is_dir() and run.attempt(1).endpoint("generator", 1).exists())
+    hosts = {read_json(run.attempt(1).endpoint("generator", index))["host"] for index in range(2)}
+    assert len(hosts) == 2, hosts
+    slurm.call("scontrol", "requeue", job)
+    wait_for("its way back", lambda: slurm.job(job)[0].get("Restarts") == "1")
+    slurm.wait_for_state(job, "PENDING")
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    text = log.read_text(encoding="utf-8")
+    assert re.search(r"^ +reward +\d", text, re.MULTILINE), text
+    assert len(run.all_attempts()) == 2
+
+
+def test_A28_a_run_that_is_submitted_needs_nothing_but_the_cluster(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    """The nodes have one network, the cluster's; no name of another is known there, and nothing goes anywhere else."""
+    tried = "import socket; socket.create_connection(('192.0.2.1', 443), 5)"
+    outside = slurm.run("srun", sys.executable, "-c", tried)
+    assert "Network is unreachable" in outside.stderr
+    profile = str(REPOSITORY / "configs/site/no_internet.yaml")
+    config, *words = arguments(home, model)
+    job, run, log = submit(slurm, home, config, profile, *words, *SHORT, "evaluation.every_steps=2")
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 3
+
+
+def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_pmi_is_said_at_once(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *SHORT, "cluster.shape=split", "cluster.generation.nodes=2"]
+    words.append("cluster.setup=['export MPI4PY_MPIABI=openmpi']")
+    job, run, log = submit(slurm, home, *words, "cluster.mpi=pmix", "generation.replicas=2")
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 3
+    hosts = [read_json(run.attempt(1).endpoint(*name))["host"] for name in [("trainer", 0), ("generator", 1)]]
+    assert all(host.startswith("10.99.0.1") for host in hosts)
+    assert len(set(hosts)) == 2
+
+    wrong, _, log = submit(slurm, home, *words, "name=wrong", "cluster.mpi=none", "limits.attempts=0")
+    assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
+    text = log.read_text(encoding="utf-8")
+    assert "MPI has made a world of 1 where srun started 3 tasks" in text, text
