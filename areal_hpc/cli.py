@@ -1,4 +1,4 @@
-"""The command line: ``areal-hpc run | plan | submit | config | keys | export | eval | status | why | stop | ...``.
+"""The command line: ``areal-hpc run | serve | plan | submit | config | keys | export | eval | status | stop | ...``.
 
 Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
 and ``config`` start at once on a login node.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError, ConfigError, Stalled, UserError
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
+from areal_hpc.roles.service import add_service_commands
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
@@ -65,11 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="train: start every process of a run on this machine and watch it")
-    _add_config_arguments(run)
-    run.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
-    run.add_argument("--resume-from", type=int, metavar="STEP", help="as --resume, from exactly this step's checkpoint")
-    run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
-    run.set_defaults(command=_run)
+    _add_run_arguments(run)
+    run.set_defaults(command=lambda options: _launch(options, _resolved(options.config)))
+    add_service_commands(commands, _add_run_arguments, _launch)
 
     _add_slurm_commands(commands)
 
@@ -105,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_eval(commands)
     return parser
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
+    _add_config_arguments(run)
+    run.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
+    run.add_argument("--resume-from", type=int, metavar="STEP", help="as --resume, from exactly this step's checkpoint")
+    run.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
 
 
 def _add_watching(commands: Commands) -> None:
@@ -212,7 +218,7 @@ def _resolved(words: Sequence[str]) -> Config:
     return read_config(*files_and_overrides(words))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _launch(options: argparse.Namespace, config: Config) -> int:
     from areal_hpc.cluster.environment import allocation
     from areal_hpc.config.cluster import Shape
     from areal_hpc.report import LiveConsole
@@ -221,15 +227,13 @@ def _run(options: argparse.Namespace) -> int:
 
     setup_logging("launcher", 0)
     _find_beside()
-    config = _resolved(options.config)
-    console = LiveConsole(config.trainer.total_steps, sys.stdout)
     continued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).continues
     return run_local(
         config,
         resume=options.resume or continued or options.resume_from is not None,
         resume_from=options.resume_from,
         takeover=options.takeover or continued,
-        console=console,
+        console=LiveConsole(config.trainer.total_steps, sys.stdout),
     )
 
 

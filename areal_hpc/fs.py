@@ -189,7 +189,7 @@ class RunDir:
     """Where everything of one run lies. Every path of the system comes from here.
 
     config.yaml                      the resolved configuration
-    secrets/token                    what every socket of the run asks for
+    secrets/token agent-key          what every socket of the run asks for; what an agent in daily use brings
     attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
                                      state.json mount.json, stall.txt where somebody got stuck,
                                      job.json in a Slurm job
@@ -200,6 +200,7 @@ class RunDir:
     weights/                         the disk transport's versions
     model/                           of an evaluation alone: the checkpoint that it is of
     trackers/                        tensorboard/, wandb/
+    sessions/                        what became of agents' sessions, the newest ones (proxy/chronicle.py)
     slurm/                           submissions, batch scripts and their output (roles/submission.py)
     summary.json  curves.png  curves.svg
     """
@@ -280,6 +281,10 @@ class RunDir:
     @property
     def token(self) -> Path:
         return self.secrets / "token"
+
+    @property
+    def sessions(self) -> Path:
+        return self.root / "sessions"
 
     @property
     def trackers(self) -> Path:

@@ -165,13 +165,15 @@ class RolloutWriter(Protocol):
         writer.seal(ticket, group)      or      writer.drop(ticket, reason)
 
     ``version`` is the newest published weight version; ``reissues`` are positions that this worker must run again.
+    An episode that began before its ticket (of an agent in daily use, who cannot be asked to wait) names the ``oldest``
+    weights behind it, in steps, and the ticket is of those: the bound on staleness then holds for it as well.
     Every call raises Fenced once a newer attempt owns the run.
     """
 
     @property
     def version(self) -> WeightVersion: ...
 
-    def try_reserve(self, position: int) -> Ticket | None: ...
+    def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None: ...
 
     def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None: ...
 

@@ -52,6 +52,10 @@ class WeightVersion(NamedTuple):
     epoch: int
     step: int
 
+    def no_newer_than(self, step: int | None) -> WeightVersion:
+        """The same attempt's weights, of ``step`` if that is older."""
+        return self if step is None or step >= self.step else WeightVersion(self.epoch, step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -154,6 +158,13 @@ def episode_means(values: Sequence[float], episodes: Sequence[int]) -> NDArray[n
     return means
 
 
+class Baseline(NamedTuple):
+    """What the reward of an episode without siblings is compared with: the rewards of episodes before it."""
+
+    mean: float
+    deviation: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """All episodes of one prompt; advantages are relative to the group. Sizes may differ between groups."""
@@ -161,6 +172,7 @@ class TrajectoryGroup:
     position: int
     prompt_id: str
     trajectories: tuple[Trajectory, ...]
+    baseline: Baseline | None = None  # of a lone episode of an agent in daily use, which has no group
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -199,7 +211,7 @@ class Ticket:
     chain: str
     number: int
     position: int
-    version: WeightVersion  # the newest published weights when it was reserved
+    version: WeightVersion  # the newest published weights when it was reserved, or older ones that its episode has used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +242,7 @@ class GroupRef:
     generated: tuple[int, ...]  # tokens that this run sampled
     truncated: tuple[bool, ...]  # cut by the token budget
     episodes: tuple[int, ...]  # branches of one episode share a number
+    baseline: Baseline | None = None  # the group's
 
     @property
     def num_tokens(self) -> int:
@@ -245,7 +258,8 @@ class GroupRef:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
         }
-        return cls(**{**values, "version": WeightVersion(*record["version"])})
+        baseline = None if record.get("baseline") is None else Baseline(*record["baseline"])
+        return cls(**{**values, "version": WeightVersion(*record["version"]), "baseline": baseline})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

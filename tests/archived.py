@@ -59,6 +59,7 @@ def ref_to(group: TrajectoryGroup, version: WeightVersion, *, step: int, row: in
         generated=tuple(t.num_generated for t in trajectories),
         truncated=tuple(t.stop is StopReason.LENGTH for t in trajectories),
         episodes=tuple(t.episode for t in trajectories),
+        baseline=group.baseline,
     )
 
 
@@ -98,6 +99,7 @@ def assert_equal(found: ArchivedStep, expected: ArchivedStep) -> None:
     for g, group_ in found.groups.items():
         other = expected.groups[g]
         assert (group_.position, group_.prompt_id) == (other.position, other.prompt_id)
+        assert group_.baseline == other.baseline
         for one, two in zip(group_.trajectories, other.trajectories, strict=True):
             assert (one.reward, one.stop, one.episode) == (two.reward, two.stop, two.episode)
             for name in ("token_ids", "loss_mask", "logprobs", "versions"):

@@ -97,12 +97,12 @@ def fresh_command(words: list[str], output: Path, env: dict[str, str]) -> subpro
 class Launched:
     """One start of a run."""
 
-    def __init__(self, root: Path, *words: str, fresh: bool = False) -> None:
+    def __init__(self, root: Path, *words: str, fresh: bool = False, command: str = "run") -> None:
         self.run = RunDir(root)
         self.output = root.parent / f"{root.name}.{time.monotonic_ns()}.txt"
         self.output.touch()
         start = fresh_command if fresh else ForkedCommand
-        self.process = start(["run", *words], self.output, environment())
+        self.process = start([command, *words], self.output, environment())
         self.seen: dict[int, psutil.Process] = {}  # every process that this start was seen to have
 
     @property
@@ -150,9 +150,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def launched(directory: Path, model: Path, *words: str, name: str = "run", fresh: bool = False) -> Iterator[Launched]:
+def launched(
+    directory: Path, model: Path, *words: str, name: str = "run", fresh: bool = False, command: str = "run"
+) -> Iterator[Launched]:
     """Start run ``name`` of ``CONFIG`` in ``directory``; whatever it leaves is killed by pid in the end."""
-    started = Launched(directory / name, *arguments(directory, model), f"name={name}", *words, fresh=fresh)
+    words = (*arguments(directory, model), f"name={name}", *words)
+    started = Launched(directory / name, *words, fresh=fresh, command=command)
     try:
         yield started
     finally:

@@ -16,7 +16,8 @@ from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.scripted import Scripted, ScriptedGenerator
 from areal_hpc.proxy.app import Service, serve
-from areal_hpc.proxy.sessions import Session, Sessions
+from areal_hpc.proxy.online import Online
+from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.roles.wiring.agents import make_dialect
 from areal_hpc.types import GenerationRequest, Sampling
 
@@ -33,6 +34,7 @@ class Served:
     engine: ScriptedGenerator
     session: Session
     http: aiohttp.ClientSession
+    online: Online | None
     dialogue: ChatRenderer
 
     async def post(self, path: str, body: Any, key: str = "", **headers: str) -> tuple[int, Any]:
@@ -76,14 +78,16 @@ async def served(dialogue: ChatRenderer, script: Script, **options: Any) -> Asyn
     engine = ScriptedGenerator(answers, decode=dialogue.spelled, token_s=options.pop("token_s", 0.0))
     sessions = Sessions(dialogue, idle_s=options.pop("idle_s", 60.0), max_sessions=options.pop("max_sessions", 100))
 
-    def open_session() -> Session:
+    def open_session(*, key: str = "") -> Session:
         return sessions.open(
             generator=options.get("generator", engine),
             sampling=Sampling(max_new_tokens=options.get("max_new_tokens", 512), temperature=0.7, seed=5),
             max_tokens=options.get("max_tokens", 4096),
-            max_turns=options.get("max_turns", 50),
+            limits=options.get("limits", Limits(max_turns=options.get("max_turns", 50))),
+            key=key,
         )
 
+    online = options["online"](sessions, open_session) if "online" in options else None
     service = Service(
         sessions=sessions,
         dialect=make_dialect(dialogue, options.get("tool_format", ToolFormatName.AUTO)),
@@ -91,9 +95,19 @@ async def served(dialogue: ChatRenderer, script: Script, **options: Any) -> Asyn
         open_session=open_session,
         admin_token=options.get("admin_token", ADMIN),
         keep_alive_s=options.get("keep_alive_s", 10.0),
+        online=online,
+        board=options.get("board"),
     )
     async with serve(service) as url, aiohttp.ClientSession() as http:
-        yield Served(url=url, sessions=sessions, engine=engine, session=open_session(), http=http, dialogue=dialogue)
+        yield Served(
+            url=url,
+            sessions=sessions,
+            engine=engine,
+            session=open_session(),
+            http=http,
+            online=online,
+            dialogue=dialogue,
+        )
 
 
 def run(scenario: Awaitable[None]) -> None:

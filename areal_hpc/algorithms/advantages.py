@@ -36,6 +36,7 @@ class AdvantageInputs:
     truncated: BoolArray  # [N], cut by the token budget: the carried stop reason, for algorithms that bootstrap
     episodes: IntArray  # [N], within a group, branches of one episode share a number
     max_new_tokens: int  # the sampling limit
+    baselines: Float64Array | None = None  # [N, 2], mean and deviation of what came before; NaN where there is a group
 
     def __post_init__(self) -> None:
         shapes = {a.shape for a in (self.rewards, self.groups, self.generated, self.truncated, self.episodes)}
@@ -56,6 +57,11 @@ class AdvantageInputs:
             generated=np.array([n for ref in refs for n in ref.generated], dtype=np.int64),
             truncated=np.array([t for ref in refs for t in ref.truncated], dtype=np.bool_),
             episodes=np.array([e for ref in refs for e in ref.episodes], dtype=np.int64),
+            baselines=np.repeat(
+                np.array([ref.baseline or (np.nan, np.nan) for ref in refs], dtype=np.float64).reshape(-1, 2),
+                [len(ref.rewards) for ref in refs],
+                axis=0,
+            ),
             max_new_tokens=max_new_tokens,
         )
 
@@ -88,7 +94,25 @@ def shaped_rewards(inputs: AdvantageInputs, config: AlgorithmConfig) -> Float64A
     rewards = scale_rewards(rewards, config)
     samples = inputs.samples
     share = 1.0 / np.bincount(samples)[samples]
-    return normalise(rewards, inputs.groups, config.reward_norm, weights=share, samples=samples)
+    shaped = normalise(rewards, inputs.groups, config.reward_norm, weights=share, samples=samples)
+    return shaped if inputs.baselines is None else _against_baselines(shaped, rewards, inputs.baselines, config)
+
+
+def _against_baselines(
+    shaped: Float64Array, rewards: Float64Array, baselines: Float64Array, config: AlgorithmConfig
+) -> Float64Array:
+    """``shaped`` [N], but of a lone episode with a baseline its reward against that, where others have their group's.
+
+    The baseline is of episodes before it, so that it does not depend on this one's answer: REINFORCE with a baseline
+    (Williams 1992), whose gradient it leaves unbiased. Without a deviation yet, the difference stays as it is.
+    """
+    norm = config.reward_norm
+    if norm.mean is not Level.GROUP:
+        return shaped
+    difference = rewards - scale_rewards(baselines[:, 0], config)
+    deviation = abs(config.reward_scale) * baselines[:, 1]
+    divisor = np.where((norm.std is not Level.NONE) & (deviation > 0), deviation + norm.eps, 1.0)
+    return np.where(np.isnan(baselines[:, 0]), shaped, difference / divisor)
 
 
 def overlong_penalty(generated: IntArray, max_new_tokens: int, config: OverlongConfig) -> Float64Array:

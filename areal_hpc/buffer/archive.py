@@ -13,6 +13,7 @@ step is an HDF5 group ``step-00000009`` with these columns, G groups of N trajec
     groups/chain                   bytes     G       chain of the rollout writer that sealed it
     groups/ticket                  int64     G       its ticket there; with the chain the group's name in the run
     groups/version                 int64     G,2     newest published weights at its ticket: epoch, step
+    groups/baseline                float64   G,2     mean and deviation that a lone episode is held against; else NaN
     groups/readable                bool      G       false: bytes were damaged, so it has no tokens and was left out
     groups/trajectory_offsets      int64     G+1     trajectories of group g are [o[g], o[g+1])
     trajectories/reward            float64   N       as the reward function gave it
@@ -49,7 +50,16 @@ from areal_hpc import __version__
 from areal_hpc.buffer.epochs import history
 from areal_hpc.errors import DataError
 from areal_hpc.fs import RunDir, publish
-from areal_hpc.types import ArchivedStep, GroupRef, StopReason, TrainedStep, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.types import (
+    ArchivedStep,
+    Baseline,
+    GroupRef,
+    StopReason,
+    TrainedStep,
+    Trajectory,
+    TrajectoryGroup,
+    WeightVersion,
+)
 
 Columns = dict[str, NDArray[Any]]
 
@@ -60,6 +70,7 @@ CHUNK_ROWS = 1 << 20
 PACKING = {"compression": "gzip", "shuffle": True, "fletcher32": True}
 TOKENS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 """Columns of a trajectory."""
+NO_BASELINE = (np.nan, np.nan)
 
 
 def columns_of(archived: ArchivedStep) -> Columns:
@@ -77,6 +88,7 @@ def _group_columns(archived: ArchivedStep) -> Columns:
         "groups/chain": np.array([ref.chain.encode("ascii") for ref in refs], dtype=np.bytes_),
         "groups/ticket": _integers([ref.ticket for ref in refs]),
         "groups/version": _integers([ref.version for ref in refs]).reshape(-1, 2),
+        "groups/baseline": np.array([ref.baseline or NO_BASELINE for ref in refs], dtype=np.float64).reshape(-1, 2),
         "groups/readable": np.array(archived.step.readable, dtype=np.bool_),
         "groups/trajectory_offsets": _offsets([len(ref.rewards) for ref in refs]),
     }
@@ -170,7 +182,14 @@ def _ref(columns: Mapping[str, NDArray[Any]], step: int, g: int, span: slice) ->
         generated=of_trajectories("generated"),
         truncated=tuple(STOPS[stop] is StopReason.LENGTH for stop in of_trajectories("stop")),
         episodes=of_trajectories("episode"),
+        baseline=_baseline(columns, g),
     )
+
+
+def _baseline(columns: Mapping[str, NDArray[Any]], g: int) -> Baseline | None:
+    """None also in files that were written before there were any."""
+    values = columns["groups/baseline"][g].tolist() if "groups/baseline" in columns else NO_BASELINE
+    return None if np.isnan(values[0]) else Baseline(*values)
 
 
 def _group(
@@ -188,6 +207,7 @@ def _group(
             )
             for n in range(span.start, span.stop)
         ),
+        baseline=ref.baseline,
     )
 
 

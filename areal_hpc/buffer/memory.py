@@ -106,11 +106,12 @@ class MemoryWriter:
         self._ring.check_fence()
         return self._ring.version
 
-    def try_reserve(self, position: int) -> Ticket | None:
+    def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None:
         self._ring.check_fence()
         if not self._followed or not self._has_room(position):
             return None
-        ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=self._ring.version)
+        version = self._ring.version.no_newer_than(oldest)
+        ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=version)
         self._reserved += 1
         self._open.add(ticket.number)
         self._ring.write(self.chain, lambda ledger: ledger.reserved(ticket))

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.types import NOT_SAMPLED, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.types import NOT_SAMPLED, Baseline, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 HEADER = struct.Struct("<4sBBHIIQQII")
 HEADER_BYTES = HEADER.size
@@ -151,6 +151,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         "episodes": [t.episode for t in trajectories],
         "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
         "columns": [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()],
+        **({} if group.baseline is None else {"baseline": [float(number) for number in group.baseline]}),
     }
     arrays = ((getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories)
     return meta, b"".join(np.ascontiguousarray(array, dtype).data for array, dtype in arrays)
@@ -172,7 +173,12 @@ def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int,
         generated=tuple(meta["generated"]),
         truncated=tuple(StopReason(stop) is StopReason.LENGTH for stop in meta["stops"]),
         episodes=tuple(meta["episodes"]),
+        baseline=_baseline(meta),
     )
+
+
+def _baseline(meta: Mapping[str, Any]) -> Baseline | None:
+    return Baseline(*meta["baseline"]) if "baseline" in meta else None
 
 
 def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
@@ -201,7 +207,9 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
             pairwise(ends), meta["rewards"], meta["stops"], meta["episodes"], strict=True
         )
     )
-    return TrajectoryGroup(position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories)
+    return TrajectoryGroup(
+        position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories, baseline=_baseline(meta)
+    )
 
 
 def _columns(table: list[tuple[str, str, int]], body: bytearray) -> dict[str, NDArray[Any]]:

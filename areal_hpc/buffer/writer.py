@@ -92,10 +92,10 @@ class RingWriter:
         self._refresh()
         return self._control.version if self._control else WeightVersion(self._epoch, -1)
 
-    def try_reserve(self, position: int) -> Ticket | None:
-        """A ticket, or None while this writer's share is used up (in a fixed order: while other weights are published),
-        the trainer does not follow it yet, its chain cannot be written at the moment, or there is less space than what
-        is under way may need."""
+    def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None:
+        """A ticket, no newer than the weights of step ``oldest``, or None while this writer's share is used up (in a
+        fixed order: while other weights are published), the trainer does not follow it yet, its chain cannot be written
+        at the moment, or there is less space than what is under way may need."""
         self._refresh()
         mine = self._mine()
         if self._control is None or mine is None or self._commits.failing or self._low_space:
@@ -106,7 +106,8 @@ class RingWriter:
             has_room = self._reserved - self._dropped - mine.freed + mine.carried < self._share
         if not has_room:
             return None
-        ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=self._control.version)
+        version = self._control.version.no_newer_than(oldest)
+        ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=version)
         self._chain.append(RecordType.RESERVE, ticket.number, {"position": position, "version": list(ticket.version)})
         self._open.add(ticket.number)
         self._reserved += 1

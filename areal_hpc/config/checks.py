@@ -58,7 +58,7 @@ def check_dotted_paths(config: Config) -> Iterator[str]:
 
 
 def check_reward(config: Config) -> Iterator[str]:
-    if not config.rollout.reward:
+    if not config.rollout.reward and not config.agent.online.enabled:
         yield "rollout.reward: required but missing; set it to a function, module:name, or a reward model's directory"
 
 
@@ -68,6 +68,21 @@ def check_agent(config: Config) -> Iterator[str]:
         yield "agent: both `python` and `command` are given; keep one of the two"
     if (agent.python or agent.command) and config.rollout.workflow != default:
         yield f"rollout.workflow: an agent runs the episodes, so {config.rollout.workflow} would not; leave it out"
+
+
+def check_online(config: Config) -> Iterator[str]:
+    if not config.agent.online.enabled:
+        return
+    if config.agent.python or config.agent.command:
+        yield "agent.online.enabled: agents in daily use run themselves; leave agent.python and agent.command out"
+    if config.rollout.workers != 1:
+        yield f"rollout.workers: {config.rollout.workers} would be as many services, and agents know one; set it to 1"
+    if config.evaluation.every_steps and not config.rollout.reward:
+        yield "evaluation.every_steps: no rollout.reward measures anything; set it, or evaluation.every_steps to 0"
+    if config.deterministic:
+        yield "deterministic: what people ask, and when, is not; set it to false, or agent.online.enabled to false"
+    if is_offline(config.algorithm):
+        yield f"agent.online.enabled: algorithm.name {config.algorithm.name} learns from a data set; choose another"
 
 
 def check_wandb_mode(config: Config) -> Iterator[str]:
@@ -319,6 +334,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_not_empty,
     check_dotted_paths,
     check_agent,
+    check_online,
     check_wandb_mode,
     check_trainer_ranks,
     check_virtual_pipeline,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from areal_hpc.config.agents import AgentConfig, ToolFormatName
+from areal_hpc.config.agents import AgentConfig, OnlineConfig, ToolFormatName
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.cluster import ClusterConfig
 from areal_hpc.config.endurance import ArchiveConfig, CheckpointConfig, LimitsConfig, ReplayConfig
@@ -26,6 +26,7 @@ __all__ = [  # of the sections beside this page; what is defined here needs no l
     "EngineName",
     "GenerationConfig",
     "LimitsConfig",
+    "OnlineConfig",
     "ReplayConfig",
     "ToolFormatName",
     "TransportName",

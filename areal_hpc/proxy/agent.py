@@ -27,7 +27,8 @@ from areal_hpc.config.schema import AgentConfig
 from areal_hpc.dialogue.transcript import Drift
 from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
-from areal_hpc.proxy.sessions import Session, Sessions
+from areal_hpc.proxy.chronicle import Note
+from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.types import Prompt, Trajectory
 
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
@@ -60,6 +61,7 @@ class AgentWorkflow:
         url: of the service that has ``sessions``, without ``/v1``.
         timeout_s: the episode's limit, which whoever runs it enforces.
         record: is told of each attempt how many turns it had, and how each fitted to those before it.
+        note: is given each session that has ended well, to be looked at.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class AgentWorkflow:
         *,
         timeout_s: float,
         record: Record = lambda *_: None,
+        note: Note = lambda *_: None,
     ) -> None:
         self._agent, self._sessions, self._url, self._config = agent, sessions, url, config
-        self._timeout_s, self._record = timeout_s, record
+        self._timeout_s, self._record, self._note = timeout_s, record, note
+        self._limits = Limits.of(config)
 
     async def run(self, prompt: Prompt, episode: Episode) -> Sequence[Trajectory]:
         """The trajectories of one attempt.
@@ -86,7 +90,7 @@ class AgentWorkflow:
             generator=episode.generator,
             sampling=episode.sampling,
             max_tokens=episode.max_tokens,
-            max_turns=self._config.max_turns,
+            limits=self._limits,
             agent_s=self._timeout_s,
         )
         try:
@@ -100,6 +104,7 @@ class AgentWorkflow:
             drifts = session.transcript.drifts
             counts = {str(drift): drifts[drift] for drift in Drift}
             self._record("agent", {"turns": drifts.total(), **counts, "trajectories": len(trajectories)})
+            self._note(session, {"group": prompt.id, "outcome": "an episode", "reason": ""})
             return trajectories
         finally:
             self._sessions.close(session)

@@ -13,7 +13,6 @@ at once is a 503 that clients try again; one that breaks later ends with an erro
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -23,11 +22,14 @@ from typing import Any
 from aiohttp import web
 
 from areal_hpc.dialogue.parts import Parts
+from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
 from areal_hpc.proxy.calls import Call, Dialect, Told, placed
 from areal_hpc.proxy.chat import CHAT, COMPLETIONS
 from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
 from areal_hpc.proxy.exports import exported
+from areal_hpc.proxy.online import Online
+from areal_hpc.proxy.page import Board, page_routes
 from areal_hpc.proxy.requests import Refused, given
 from areal_hpc.proxy.responses import RESPONSES
 from areal_hpc.proxy.sessions import Session, Sessions
@@ -62,21 +64,24 @@ class Service:
     open_session: Callable[[], Session]
     admin_token: str
     discount: float = 1.0
+    online: Online | None = None
+    """Makes episodes of what agents in daily use ask; without it, sessions that are opened over HTTP train nothing."""
+    board: Board | None = None
+    """What the web page shows; None serves none."""
     keep_alive_s: float = KEEP_ALIVE_S
+
+    def session_of(self, key: str) -> Session:
+        """Whom a key speaks for. Raises Refused for one that opens nothing."""
+        return self.sessions.of_key(key) if self.online is None else self.online.of_key(key)
 
 
 @asynccontextmanager
-async def serve(service: Service, *, host: str = "127.0.0.1") -> AsyncIterator[str]:
+async def serve(service: Service, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """The service at the URL that this gives, until the context ends."""
     application = web.Application(client_max_size=MAX_BODY_BYTES)
     application.add_routes(Routes(service).table())
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, 0).start()
-        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(application, host, port) as url:
+        yield url
 
 
 class Routes:
@@ -87,12 +92,15 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         asked = [web.post(path, self._asked(api)) for path, api in APIS.items()]
+        board = self._service.board
         return [
             *asked,
+            *([] if board is None else page_routes(board, self._service.admin_token)),
             web.post("/v1/messages/count_tokens", self._refusing(MESSAGES, self.count_tokens)),
             web.get("/v1/models", self._refusing(CHAT, self.models)),
             web.get("/health", self._refusing(CHAT, self.health)),
             web.post("/rl/start_session", self._refusing(CHAT, self.start_session)),
+            web.post("/rl/start_group", self._refusing(CHAT, self.start_group)),
             web.post("/rl/set_reward", self._refusing(CHAT, self.set_reward)),
             web.post("/rl/end_session", self._refusing(CHAT, self.end_session)),
             web.post("/rl/export", self._refusing(CHAT, self.export)),
@@ -102,7 +110,7 @@ class Routes:
 
     def _asked(self, api: Api) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._service.sessions.of_key(_key(request))
+            session = self._service.session_of(bearer(request))
             ask = api.parse(await _body(request))
             call = Call(session, ask, self._service.dialect)
             if ask.stream:
@@ -146,7 +154,7 @@ class Routes:
             running.cancel()
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        session = self._service.sessions.of_key(_key(request))
+        session = self._service.session_of(bearer(request))
         place = placed(session, MESSAGES.parse(await _body(request)), self._service.dialect)
         return web.json_response({"input_tokens": len(place.context)})
 
@@ -160,21 +168,52 @@ class Routes:
     # -- sessions
 
     async def start_session(self, request: web.Request) -> web.Response:
-        self._admit(request)
-        session = self._service.open_session()
+        """A new episode; of the ``api_key`` in the body (admin), or of the key that asks, which ends its last one."""
+        key = given(await _body(request), "api_key", str, "")
+        if self._service.online is None:
+            self._admit(request)
+            session = self._service.open_session()
+        elif self._is_admin(request):
+            session = self._service.online.begin(key)
+        else:
+            session = self._service.online.begin(bearer(request) or "-")
         return web.json_response({"session_id": session.id, "api_key": session.key})
 
-    async def set_reward(self, request: web.Request) -> web.Response:
-        session = self._service.sessions.of_key(_key(request))
+    async def start_group(self, request: web.Request) -> web.Response:
+        """Sessions for ``size`` attempts at one task, which are compared with each other."""
+        self._admit(request)
+        if self._service.online is None:
+            raise Refused(400, "groups over HTTP need `agent.online.enabled`; here the run makes its groups itself")
         body = await _body(request)
-        reward = given(body, "reward", (int, float))
+        size = given(body, "size", int, 0)
+        group_id, sessions = self._service.online.begin_group(size, given(body, "metadata", dict, {}))
+        told = [{"session_id": session.id, "api_key": session.key} for session in sessions]
+        return web.json_response({"group_id": group_id, "sessions": told})
+
+    async def set_reward(self, request: web.Request) -> web.Response:
+        """Of an interaction, or of the episode; also of one that has ended, until it is taken for training."""
+        body = await _body(request)
+        reward, call = given(body, "reward", (int, float)), given(body, "interaction_id", str, "")
+        session = self._rewarded(request, given(body, "session_id", str, ""), call)
         if reward is None:
             raise Refused(400, "reward is missing", param="reward")
-        session.reward(float(reward), given(body, "interaction_id", str, ""))
+        session.reward(float(reward), call)
         return web.json_response({"message": "success"})
 
+    def _rewarded(self, request: web.Request, session_id: str, call: str) -> Session:
+        """The session that is meant: named, else the interaction's, else the one that the key speaks for now."""
+        sessions, key = self._service.sessions, bearer(request)
+        if session_id:
+            session = sessions.of_id(session_id)
+            if not same(key, session.key):
+                self._admit(request)
+            return session
+        session = sessions.of_key(key)
+        earlier = (one for one in sessions if one.id in call and same(key, one.key))
+        return session if session.id in call else next(earlier, session)
+
     async def end_session(self, request: web.Request) -> web.Response:
-        session = self._service.sessions.of_key(_key(request))
+        session = self._service.sessions.of_key(bearer(request))
         session.close()
         return web.json_response({"message": "success", "interaction_count": len(session.transcript.turns)})
 
@@ -188,9 +227,11 @@ class Routes:
         return web.json_response(answer)
 
     def _admit(self, request: web.Request) -> None:
-        token = self._service.admin_token
-        if not token or not hmac.compare_digest(_key(request).encode("utf-8", "surrogateescape"), token.encode()):
+        if not self._is_admin(request):
             raise Refused(401, "this needs the admin token", code="invalid_api_key")
+
+    def _is_admin(self, request: web.Request) -> bool:
+        return is_admin(request, self._service.admin_token)
 
 
 async def _following(progress: asyncio.Queue[Progress], keep_alive_s: float) -> AsyncIterator[Progress]:
@@ -217,12 +258,6 @@ def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> 
     except Refused as refused:
         call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
         return stream.broken(refused)
-
-
-def _key(request: web.Request) -> str:
-    """The key of a request, in either of the headers that clients use."""
-    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

@@ -81,6 +81,8 @@ class Call:
                 param="messages",
             )
         self.id = session.begin_call(ask.num_choices)
+        left = session.room()
+        self._share = self._room if left is None else max(1, left // ask.num_choices)
 
     def _read_as(self, written: ToolFormat) -> Reading:
         ask = self.ask
@@ -131,7 +133,7 @@ class Call:
         sampling = self.session.sampling
         return replace(
             sampling,
-            max_new_tokens=min(self._room, sampling.max_new_tokens, self.ask.max_tokens or self._room),
+            max_new_tokens=min(self._room, self._share, sampling.max_new_tokens, self.ask.max_tokens or self._room),
             stop=self._stops,
             seed=None if sampling.seed is None else (sampling.seed + self._turn(number)) % MAX_SEED,
         )

@@ -15,11 +15,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from areal_hpc.config.schema import AgentConfig
 from areal_hpc.dialogue.transcript import Template, Transcript
 from areal_hpc.protocols import Generator
 from areal_hpc.proxy.requests import Refused
 from areal_hpc.types import Sampling, Trajectory
 from areal_hpc.waits import AGENT, waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much one session may ask for; None is as much as it likes."""
+
+    max_turns: int
+    max_tokens: int | None = None
+    """Sampled in all its turns together."""
+    max_s: float | None = None
+    """From its first request on."""
+    max_open: int | None = None
+    """Requests at once."""
+
+    @classmethod
+    def of(cls, agent: AgentConfig) -> Limits:
+        """Those of the configuration, where 0 is no limit."""
+        return cls(
+            max_turns=agent.max_turns,
+            max_tokens=agent.max_tokens or None,
+            max_s=agent.max_s or None,
+            max_open=agent.max_open or None,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,57 +56,78 @@ class Session:
     sampling: Sampling
     max_tokens: int
     """Longest sequence, prompt and answer together."""
-    max_turns: int
+    limits: Limits
     transcript: Transcript
+    began: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     used: float = field(default_factory=time.monotonic)
     num_calls: int = 0
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
-    ended: bool = False
+    ended: float | None = None
+    """When it did, on the monotonic clock."""
     broken: str = ""
     """Why nothing of it may be trained on: an answer broke off after its beginning had been given out."""
     agent_s: float | None = None
     """Limit of the whole attempt, where somebody waits for its agent: told while the agent asks nothing."""
-    _num_open: int = 0
+    num_open: int = 0
+    """Requests that are being answered."""
+    _asked: float | None = None
     _silence: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self._await_agent()
 
     def _await_agent(self) -> None:
-        if self.agent_s is not None and not self.ended:
+        if self.agent_s is not None and self.ended is None:
             self._silence.enter_context(waiting("its next request", AGENT, limit_s=self.agent_s, about=self.id))
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Meanwhile it is the model that is waited for, not the agent."""
         self._silence.close()
-        self._num_open += 1
+        self.num_open += 1
         try:
             yield
         finally:
-            self._num_open -= 1
-            if not self._num_open:
+            self.num_open -= 1
+            if not self.num_open:
                 self._await_agent()
 
     def close(self) -> None:
         """Nobody may ask any more, and nobody waits for it."""
-        self.ended = True
+        self.ended = time.monotonic() if self.ended is None else self.ended
         self._silence.close()
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of all its turns."""
+        return sum(int(turn.completion.token_ids.size) for turn in self.transcript.turns)
+
+    def room(self) -> int | None:
+        """Tokens that it may still sample; None is any number."""
+        limit = self.limits.max_tokens
+        return None if limit is None else limit - self.num_sampled
 
     def begin_call(self, num_choices: int) -> str:
         """The id of one more request.
 
         Raises:
-            Refused: the session has ended, or used its turns up.
+            Refused: the session has ended, or used up one of its limits.
         """
-        if self.ended:
+        if self.ended is not None:
             raise Refused(400, "this session has ended; start another one", code="session_ended")
-        if self.num_calls + num_choices > self.max_turns:
+        now, limits, room = time.monotonic(), self.limits, self.room()
+        self._asked = now if self._asked is None else self._asked
+        if self.num_calls + num_choices > limits.max_turns:
+            raise _used_up(f"{limits.max_turns} turns", "max_turns")
+        if room is not None and room < 1:
+            raise _used_up(f"{limits.max_tokens} tokens", "max_tokens")
+        if limits.max_s is not None and now - self._asked > limits.max_s:
+            raise _used_up(f"{limits.max_s:g} seconds", "max_s")
+        if limits.max_open is not None and self.num_open >= limits.max_open:
             raise Refused(
-                400,
-                f"this session has used its {self.max_turns} turns up; raise `agent.max_turns`, or ask less often",
-                code="max_turns_exceeded",
+                429, f"this session has {self.num_open} open requests; wait for one", code="max_open", retry_after_s=1.0
             )
         number, self.num_calls = self.num_calls, self.num_calls + num_choices
         return f"{self.id}-{number}"
@@ -108,6 +153,14 @@ class Session:
         return self.transcript.trajectories(final=self.final, rewards=self.rewards, discount=discount)
 
 
+def _used_up(what: str, limit: str) -> Refused:
+    return Refused(
+        400,
+        f"this session has used its {what} up; raise `agent.{limit}`, or ask for less",
+        code=f"{limit}_exceeded",
+    )
+
+
 class Sessions:
     """The sessions of one server. Keys are looked up by their hashes, so that the time it takes tells nothing."""
 
@@ -126,10 +179,14 @@ class Sessions:
         generator: Generator,
         sampling: Sampling,
         max_tokens: int,
-        max_turns: int,
+        limits: Limits,
         agent_s: float | None = None,
+        key: str = "",
     ) -> Session:
         """A new session with a key that nobody can guess.
+
+        Args:
+            key: speaks for this session from now on, and for none that it did before; a new one if it is empty.
 
         Raises:
             Refused: too many are open.
@@ -140,11 +197,11 @@ class Sessions:
         self.num_opened += 1
         session = Session(
             id=f"s{self.num_opened}{secrets.token_hex(8)}",
-            key=f"sk-{secrets.token_urlsafe(32)}",
+            key=key or f"sk-{secrets.token_urlsafe(32)}",
             generator=generator,
             sampling=sampling,
             max_tokens=max_tokens,
-            max_turns=max_turns,
+            limits=limits,
             agent_s=agent_s,
             transcript=Transcript(self._template),
         )
@@ -161,6 +218,10 @@ class Sessions:
         session.used = time.monotonic()
         return session
 
+    def find(self, key: str) -> Session | None:
+        """The session that a key speaks for, if there is one; that is no use of it."""
+        return self._by_key.get(_hash(key))
+
     def of_id(self, session_id: str) -> Session:
         """Raises Refused for an id that is none."""
         session = self._by_id.get(session_id)
@@ -169,10 +230,15 @@ class Sessions:
         return session
 
     def close(self, session: Session) -> None:
-        """Forget it; from now on its key opens nothing."""
+        """Forget it; from now on its key opens nothing, unless it speaks for another by now."""
         session.close()
         self._by_id.pop(session.id, None)
-        self._by_key.pop(_hash(session.key), None)
+        if self._by_key.get(hashed := _hash(session.key)) is session:
+            del self._by_key[hashed]
+
+    def __iter__(self) -> Iterator[Session]:
+        """All that are not closed, oldest first."""
+        return iter(list(self._by_id.values()))
 
     def _close_idle(self) -> None:
         while self._by_key:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self, TextIO
 
 from areal_hpc.report.drops import WARN_AFTER
-from areal_hpc.report.progress import Progress, evaluation_text, restart_text
+from areal_hpc.report.progress import Progress, evaluation_text, restart_text, service_text
 from areal_hpc.report.text import duration
 from areal_hpc.telemetry import Record
 
@@ -81,6 +81,8 @@ class _Lines:
             self._write(f"evaluation {evaluation_text(record)}")
         elif record.kind == "restart":
             self._write(restart_text(record))
+        elif record.kind == "service":
+            self._write(service_text(record))
         elif record.kind == "failure" and progress.drops.failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
             self._write(f"warning: {progress.drops.failure_text()}")
         self._has_news |= record.kind == "step" and record.number("step") is not None

@@ -28,6 +28,7 @@ class Progress:
         self._engines: dict[int, Record] = {}
         self._routing: dict[int, Record] = {}  # by rollout worker
         self._restarts = Counter[str]()
+        self._service: Record | None = None
 
     def feed(self, record: Record) -> None:
         """Take in one record of any kind; those that say nothing of progress only move ``last_time``."""
@@ -44,6 +45,8 @@ class Progress:
             self._engines[record.index] = record
         elif record.kind == "routing":
             self._routing[record.index] = record
+        elif record.kind == "service":
+            self._service = record
         elif record.kind == "restart":
             self._restarts[str(record.values.get("process"))] += 1
 
@@ -119,6 +122,7 @@ class Progress:
             "dropped": self.drops.text(),
             "weights": f"version {count(self.latest('version'))}",
             **restarts,
+            **({"service": service_text(self._service)} if self._service is not None else {}),
         }
 
     def _restarts_text(self) -> str:
@@ -153,6 +157,12 @@ class Progress:
             f"dropped {self.drops.text()}",
             f"version {count(self.latest('version'))}",
         )
+
+
+def service_text(service: Record) -> str:
+    """Where agents in daily use are served now: what their settings need, and where the page is."""
+    url = service.values.get("url")
+    return f"base_url {url}/v1 | api_key in {service.values.get('key_file')} | page {url}/"
 
 
 def restart_text(restart: Record) -> str:

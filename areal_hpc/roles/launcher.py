@@ -32,6 +32,13 @@ log = logging.getLogger(__name__)
 
 EXIT_CODES = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "aborted": EXIT_FAILED}
 CHANGEABLE = (
+    "agent.idle_s",
+    "agent.max_",
+    "agent.online.baseline_window",
+    "agent.online.host",
+    "agent.online.idle_s",
+    "agent.online.port",
+    "agent.online.reward_wait_s",
     "archive.",
     "checkpoint.",
     "cluster.",

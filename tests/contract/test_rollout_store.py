@@ -60,6 +60,22 @@ def test_a_group_travels_unchanged(make: Make) -> None:
         assert (ours.reward, ours.stop, ours.episode) == (theirs.reward, theirs.stop, theirs.episode)
 
 
+def test_an_episode_that_began_before_its_ticket_is_as_old_as_its_oldest_weights(make: Make) -> None:
+    """The ticket is of the oldest weights behind the tokens: trained within the bound, dropped beyond it."""
+    store = make(6, 1, 1)
+    (writer,) = begin(store, 0, step=5)
+    for position, oldest in ((0, 5), (1, 4), (2, 3), (3, 9)):
+        ticket = writer.try_reserve(position, oldest)
+        assert ticket.version == WeightVersion(store.epoch, min(oldest, 5))
+        writer.seal(ticket, group(position, [oldest, 5]))
+    store.flush(writer)
+    claimed = store.reader.claim(3, WeightVersion(store.epoch, 5))
+    assert [ref.position for ref in claimed] == [1, 0, 3]
+    assert [(drop.position, drop.reason, drop.consumed) for drop in store.reader.take_dropped()] == [
+        (2, Drop.STALE, False)
+    ]
+
+
 def test_D24_nothing_is_reserved_before_the_weights_are_published(make: Make) -> None:
     store = make(2, 0, 1)
     writer = store.writer(0)

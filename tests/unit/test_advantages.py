@@ -40,6 +40,7 @@ def inputs(rewards: list[float], groups: list[int], **fields: Any) -> AdvantageI
         truncated=np.array(fields.get("truncated", [False] * count), dtype=np.bool_),
         episodes=np.array(fields.get("episodes", range(count)), dtype=np.int64),
         max_new_tokens=fields.get("max_new_tokens", 8),
+        baselines=None if "baselines" not in fields else np.array(fields["baselines"], dtype=np.float64),
     )
 
 
@@ -174,6 +175,31 @@ def test_a_lone_episode_has_no_advantage_however_many_branches(std: Level) -> No
     config = AlgorithmConfig(reward_norm=NormConfig(std=std))
     result = trajectory_advantages(inputs([1.0, 0.0], [0, 0], episodes=[4, 4]), config)
     np.testing.assert_array_equal(result, [0.0, 0.0])
+
+
+NONE = (math.nan, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [(1 - 0.25) / (0.5 + 1e-5), 0.0, 1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        ({"reward_norm": NormConfig(std=Level.NONE)}, [0.75, 0.0, 0.5, -0.5]),
+        ({"reward_norm": NormConfig(std=Level.NONE), "reward_scale": 2.0, "reward_bias": 7.0}, [1.5, 0.0, 1.0, -1.0]),
+        ({"reward_norm": NormConfig(mean=Level.NONE, std=Level.NONE)}, [1.0, 0.5, 1.0, 0.0]),
+    ],
+)
+def test_a_lone_episode_is_held_against_its_baseline_and_others_against_their_group(
+    fields: dict[str, Any], expected: list[float]
+) -> None:
+    """The second one is alone as well, and nothing came before it."""
+    of = inputs([1.0, 0.5, 1.0, 0.0], [0, 1, 2, 2], baselines=[(0.25, 0.5), NONE, NONE, NONE])
+    np.testing.assert_allclose(trajectory_advantages(of, AlgorithmConfig(**fields)), expected, rtol=1e-4)
+
+
+def test_a_baseline_of_equal_rewards_has_no_deviation_to_divide_by() -> None:
+    of = inputs([1.0, 0.0], [0, 1], baselines=[(0.75, 0.0), (0.0, 0.0)])
+    np.testing.assert_allclose(trajectory_advantages(of, AlgorithmConfig()), [0.25, 0.0])
 
 
 def test_what_has_no_tokens_is_nothing_to_compare_with() -> None:

@@ -20,7 +20,7 @@ from areal_hpc.buffer.archive import ArchiveFile, archived_steps, columns_of, re
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.errors import DataError
 from areal_hpc.fs import RunDir
-from areal_hpc.types import ArchivedStep, StopReason, Trajectory, TrajectoryGroup, WeightVersion
+from areal_hpc.types import ArchivedStep, Baseline, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
 
@@ -72,12 +72,13 @@ trajectories = st.builds(
     st.integers(0, 5),
 )
 groups = st.builds(
-    lambda position, prompt_id, members: TrajectoryGroup(
-        position=position, prompt_id=prompt_id, trajectories=tuple(members)
+    lambda position, prompt_id, members, baseline: TrajectoryGroup(
+        position=position, prompt_id=prompt_id, trajectories=tuple(members), baseline=baseline
     ),
     st.integers(0, 1 << 40),
     st.text(),  # any prompt has an id, whatever its alphabet; NUL included
     st.lists(trajectories, max_size=3),
+    st.none() | st.builds(Baseline, st.floats(-9, 9), st.floats(0, 9)),
 )
 
 

@@ -145,9 +145,18 @@ agent.args: mapping
 agent.command: list of str
 agent.env: list of str
 agent.max_turns: int
+agent.max_tokens: int
+agent.max_s: float
+agent.max_open: int
 agent.discount: float
 agent.tool_format: auto | hermes | qwen | qwen_coder | llama3 | deepseek | glm | kimi
 agent.idle_s: float
+agent.online.enabled: bool
+agent.online.host: str
+agent.online.port: int
+agent.online.idle_s: float
+agent.online.reward_wait_s: float
+agent.online.baseline_window: int
 generation.backend: embedded | sglang | vllm
 generation.replicas: int
 generation.tensor_parallel: int

@@ -22,7 +22,7 @@ from areal_hpc.buffer.records import (
     parse_meta,
 )
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
+from areal_hpc.types import Baseline, StopReason, Trajectory, TrajectoryGroup
 
 OWNER = 7
 
@@ -44,12 +44,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 groups = st.builds(
-    lambda position, prompt_id, members: TrajectoryGroup(
-        position=position, prompt_id=prompt_id, trajectories=tuple(members)
+    lambda position, prompt_id, members, baseline: TrajectoryGroup(
+        position=position, prompt_id=prompt_id, trajectories=tuple(members), baseline=baseline
     ),
     st.integers(0, 2**62),
     st.text(max_size=20),
     st.lists(trajectories(), max_size=4),
+    st.none() | st.builds(Baseline, st.floats(-9, 9), st.floats(0, 9)),
 )
 
 
@@ -94,6 +95,7 @@ def test_a_group_comes_back_as_it_went_in(group: TrajectoryGroup) -> None:
         group.prompt_id,
         len(group.trajectories),
     )
+    assert back.baseline == group.baseline
     for ours, theirs in zip(back.trajectories, group.trajectories, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs", "versions"):
             assert getattr(ours, name).tobytes() == getattr(theirs, name).tobytes()

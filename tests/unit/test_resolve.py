@@ -115,6 +115,31 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"agent__python": "my:Agent", "rollout__workflow": "my:Workflow"},
         "rollout.workflow: an agent runs the episodes, so my:Workflow would not; leave it out",
     ),
+    "check_online": (
+        {"agent__online__enabled": True, "agent__python": "my:Agent"},
+        "agent.online.enabled: agents in daily use run themselves; leave agent.python and agent.command out",
+    ),
+    "check_online, workers": (
+        {"agent__online__enabled": True, "rollout__workers": 2},
+        "rollout.workers: 2 would be as many services, and agents know one; set it to 1",
+    ),
+    "check_online, evaluation": (
+        {
+            "agent__online__enabled": True,
+            "evaluation__every_steps": 2,
+            "prompts__eval": "my:Task",
+            "rollout__reward": "",
+        },
+        "evaluation.every_steps: no rollout.reward measures anything; set it, or evaluation.every_steps to 0",
+    ),
+    "check_online, deterministic": (
+        {"agent__online__enabled": True, "deterministic": True},
+        "deterministic: what people ask, and when, is not; set it to false, or agent.online.enabled to false",
+    ),
+    "check_online, offline": (
+        {"agent__online__enabled": True, "algorithm__name": "sft"},
+        "agent.online.enabled: algorithm.name sft learns from a data set; choose another",
+    ),
     "check_wandb_mode": ({"telemetry__wandb_mode": "on"}, "telemetry.wandb_mode: 'on' is no mode"),
     "check_trainer_ranks": (
         {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__ranks": 6, "trainer__parallel__tensor": 4},

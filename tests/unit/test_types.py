@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from areal_hpc import errors
 from areal_hpc.types import (
     NOT_SAMPLED,
+    Baseline,
     Batch,
     Completion,
     Drop,
@@ -113,7 +115,8 @@ def test_a_group_reference_survives_json() -> None:
         truncated=(False, True),
         episodes=(0, 1),
     )
-    assert GroupRef.from_record(json.loads(json.dumps(ref.record()))) == ref
+    for one in (ref, replace(ref, baseline=Baseline(0.5, 0.25))):
+        assert GroupRef.from_record(json.loads(json.dumps(one.record()))) == one
     assert ref.num_tokens == 22
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,17 @@ from areal_hpc.protocols import Generator, Workflow
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent, shared_http_client
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.calls import Dialect
-from areal_hpc.proxy.sessions import Sessions
+from areal_hpc.proxy.chronicle import Chronicle, Scribe, Spelled, summary_of, turns_of
+from areal_hpc.proxy.online import Open
+from areal_hpc.proxy.page import Board
+from areal_hpc.proxy.sessions import Limits, Session, Sessions
+from areal_hpc.report.course import Course
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import dotted
-from areal_hpc.rollout.episodes import sampling
+from areal_hpc.rollout.episodes import derive_seed, sampling
+
+NOTE_EVERY_S = 0.5
+"""Between two sessions of a run's own agent that are written down: enough to look at, and no load."""
 
 
 def has_agent(config: Config) -> bool:
@@ -56,18 +65,73 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         sessions=sessions,
         dialect=make_dialect(renderer, config.agent.tool_format),
         model=Path(config.model.path).name,
-        open_session=partial(
-            sessions.open,
-            generator=generator,
-            sampling=sampling(config.rollout.sampling, config.seed),
-            max_tokens=config.model.max_tokens,
-            max_turns=config.agent.max_turns,
-        ),
+        open_session=opener(process, sessions, generator),
         admin_token=process.token,
         discount=config.agent.discount,
+        board=make_board(process, renderer, lambda: sessions),
     )
     async with serve(service) as url, shared_http_client() as http_client:
         process.publish_endpoint({"agents_url": url})
         agent = make_agent(config, http_client)
         timeout_s, record = config.rollout.timeout_s, process.recorder.record
-        yield AgentWorkflow(agent, sessions, url, config.agent, timeout_s=timeout_s, record=record)
+        with closing(make_notes(process, renderer, every_s=NOTE_EVERY_S)) as notes:
+            yield AgentWorkflow(
+                agent, sessions, url, config.agent, timeout_s=timeout_s, record=record, note=notes.write
+            )
+
+
+def opener(process: RoleProcess, sessions: Sessions, generator: Generator) -> Open:
+    """Opens sessions for whoever asks over HTTP; each samples by a seed of its own."""
+    config, number = process.config, itertools.count()
+    limits = Limits.of(config.agent)
+
+    def open_session(*, key: str = "") -> Session:
+        seed = derive_seed(config.seed, process.epoch, process.incarnation, next(number))
+        return sessions.open(
+            generator=generator,
+            sampling=sampling(config.rollout.sampling, seed),
+            max_tokens=config.model.max_tokens,
+            limits=limits,
+            key=key,
+        )
+
+    return open_session
+
+
+class Notes:
+    """Writes sessions that have ended down, for the page.
+
+    Args:
+        every_s: of those that end faster, one in so many seconds is enough.
+    """
+
+    def __init__(self, scribe: Scribe, spelled: Spelled, discount: float, every_s: float = 0.0) -> None:
+        self._scribe, self._spelled, self._discount, self._every_s = scribe, spelled, discount, every_s
+        self._next = 0.0
+
+    def write(self, session: Session, said: Mapping[str, Any]) -> None:
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + self._every_s
+        turns = turns_of(session, self._spelled, self._discount)
+        self._scribe.write({"summary": summary_of(session, said, self._discount), "turns": turns})
+
+    def close(self) -> None:
+        self._scribe.close()
+
+
+def make_notes(process: RoleProcess, renderer: ChatRenderer, every_s: float = 0.0) -> Notes:
+    name = f"{process.epoch:08d}-{process.name}-{process.incarnation}"
+    scribe = Scribe(process.run.sessions, name)
+    return Notes(scribe, renderer.spelled, process.config.agent.discount, every_s)
+
+
+def make_board(process: RoleProcess, renderer: ChatRenderer, live: Callable[[], Iterable[Session]]) -> Board:
+    return Board(
+        name=process.config.name,
+        chronicle=Chronicle(process.run.sessions),
+        curve=Course(process.run).told,
+        live=live,
+        spelled=renderer.spelled,
+        discount=process.config.agent.discount,
+    )

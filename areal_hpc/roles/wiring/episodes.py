@@ -21,7 +21,9 @@ from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.agents import make_workflow
 from areal_hpc.roles.wiring.engines import make_router
 from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.roles.wiring.online import make_online
 from areal_hpc.rollout.episodes import EpisodeRunner, Record
+from areal_hpc.rollout.online import OnlineRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.types import Completion, GenerationRequest, Prompt
@@ -70,7 +72,7 @@ def make_reward_pool(config: Config) -> RewardPool:
 
 
 @asynccontextmanager
-async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
+async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRunner]:
     """This worker's runner, once the trainer has said where its prompts begin."""
     config = process.config
     dataset = open_dataset(config.prompts, "train", config.seed)
@@ -89,7 +91,8 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
     generator = Pinned(router, lambda: writer.version.step)
     recording = asyncio.create_task(record_routing(router, process.recorder.record))
     try:
-        await pool.start()
+        if config.rollout.reward:
+            await pool.start()
         stream = PromptStream(
             dataset,
             config.prompts,
@@ -98,6 +101,11 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner]:
             num_shards=config.rollout.workers,
             consumed=await asyncio.to_thread(_wait_until_followed, process, writer),
         )
+        if config.agent.online.enabled:
+            score = pool.score if config.rollout.reward else None
+            async with make_online(process, renderer, generator, writer=writer, stream=stream, score=score) as online:
+                yield online
+            return
         async with make_workflow(process, renderer, generator) as workflow:
             yield Runner(
                 stream=stream,

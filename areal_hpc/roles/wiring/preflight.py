@@ -45,7 +45,8 @@ def preflight(config: Config) -> None:
     dotted(config.rollout.workflow, "rollout.workflow")
     if has_agent(config):
         make_agent(config)
-    asyncio.run(_load_reward(config))
+    if config.rollout.reward:
+        asyncio.run(_load_reward(config))
 
 
 def _refuse_what_cannot_start(config: Config) -> None:

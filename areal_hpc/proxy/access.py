@@ -1,0 +1,48 @@
+"""Who asks, and where: keys in the headers that clients use, and the address that a service listens at."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from areal_hpc.errors import ConfigError
+
+
+def bearer(request: web.Request) -> str:
+    """The key of a request, in either of the headers that clients use."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def is_admin(request: web.Request, token: str) -> bool:
+    """Whether a request brings the admin token; where that is empty, none does."""
+    return bool(token) and same(bearer(request), token)
+
+
+def same(given: str, secret: str) -> bool:
+    """Whether they are; the time that it takes tells nothing of the secret but its length."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+
+
+@asynccontextmanager
+async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """An application at its URL, until the context ends; port 0 is one that the kernel chooses.
+
+    Raises:
+        ConfigError: somebody else listens there, or it is no address of this machine.
+    """
+    runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"agent.online: cannot listen at host {host}, port {port}: {error}; choose another port, or 0 for any"
+            ) from error
+        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
