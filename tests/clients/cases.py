@@ -32,7 +32,7 @@ class Case:
 
     Args:
         client: its directory in ``examples/agents``.
-        args: of the class in its ``agent.py``; for a client in JavaScript, words of its command line.
+        args: of the class in its ``calculator_agent.py``; for a client in JavaScript, words of its command line.
         answers: what the model says, a turn after the other.
     """
 
@@ -73,5 +73,6 @@ CASES: Sequence[Case] = (
     *_ways("camel_ai"),
     *(Case(client="mini_swe_agent", args={"api": api}, answers=CALLED) for api in ("chat", "responses")),
     Case(client="mini_swe_agent", args={"api": "text"}, answers=IN_TEXT),
+    Case(client="hermes_agent", answers=(call("terminal", command="echo $((37*46))"), ANSWER)),
     *_ways("openai_agents_js", api=("responses", "chat")),
 )

@@ -18,7 +18,7 @@ import urllib.request
 
 def main() -> None:
     sys.path[0] = sys.argv[1]
-    agent = importlib.import_module("agent").CalculatorAgent(**json.loads(sys.argv[2]))
+    agent = importlib.import_module("calculator_agent").CalculatorAgent(**json.loads(sys.argv[2]))
     key = os.environ["OPENAI_API_KEY"]
     outcome = agent.run(json.load(sys.stdin), base_url=os.environ["OPENAI_BASE_URL"], api_key=key)
     reward = asyncio.run(outcome) if inspect.iscoroutine(outcome) else outcome

@@ -18,7 +18,7 @@ from areal_hpc.protocols import Episode
 from areal_hpc.proxy.agent import Agent, AgentWorkflow
 from areal_hpc.types import GenerationRequest, Prompt, Sampling, Trajectory
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 CONTEXT = 1 << 20
 PROMPT = Prompt(position=0, id="p", messages=({"role": "user", "content": QUESTION},), answer=RESULT)
 

@@ -29,7 +29,7 @@ from clients.exchange import LIMIT_S, exchange, faults
 from dialogues import make_dialogue
 
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.errors import UserError
+from areal_hpc.errors import ArealError
 from areal_hpc.proxy.agent import command_agent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ COLUMNS = {"client": 34, "version": 12, "turns": 6, "clean": 6, "realign": 8, "f
 
 
 def source_of(client: str) -> Path:
-    return next((EXAMPLES / client).glob("agent.*"))
+    return next((EXAMPLES / client).glob("calculator_agent.*"))
 
 
 def install_line(client: str) -> Sequence[str]:
@@ -91,9 +91,9 @@ async def row_of(case: Case, directory: Path, dialogue: ChatRenderer) -> dict[st
     """One line of the table; its ``fault`` is empty if all is well."""
     row: dict[str, Any] = {"client": case.name, "version": version_of(case.client, directory), "fault": ""}
     try:
-        agent = command_agent(command_of(case, directory), ())
+        agent = command_agent(command_of(case, directory), ("HERMES_HOME",))
         one = await asyncio.wait_for(exchange(case, dialogue, agent), LIMIT_S)
-    except (UserError, TimeoutError) as error:
+    except (ArealError, TimeoutError) as error:
         return {**row, "fault": f"{type(error).__name__}: {error}"}
     return {
         **row,
@@ -119,6 +119,7 @@ def main() -> int:
     rows = []
     print(line_of({name: name for name in (*COLUMNS, "fault")}))
     with tempfile.TemporaryDirectory(prefix="areal-clients-") as scratch:
+        os.environ["HERMES_HOME"] = f"{scratch}/hermes"
         dialogue = make_dialogue(Path(scratch), "hermes")
         for case in CASES:
             if case.client in chosen.only:

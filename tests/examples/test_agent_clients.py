@@ -30,7 +30,7 @@ def agents() -> dict[str, Any]:
     """The module of each example."""
     found = {}
     for client in AFFORDED:
-        spec = importlib.util.spec_from_file_location(f"{client}_example", EXAMPLES / client / "agent.py")
+        spec = importlib.util.spec_from_file_location(f"{client}_example", EXAMPLES / client / "calculator_agent.py")
         assert spec is not None and spec.loader is not None
         found[client] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found[client])
@@ -73,5 +73,5 @@ def test_every_example_says_how_its_client_is_installed(client: str) -> None:
 
 
 def test_no_directory_of_an_example_is_without_a_case() -> None:
-    directories = {path.parent.name for path in Path(EXAMPLES).glob("*/agent.*")}
+    directories = {path.parent.name for path in Path(EXAMPLES).glob("*/calculator_agent.*")}
     assert directories == {case.client for case in CASES}

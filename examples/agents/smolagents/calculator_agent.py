@@ -1,7 +1,7 @@
 """smolagents: an agent that calls tools, or one that writes Python. Its prompts are long: give it a real model.
 
 pip install "smolagents[openai]"
-PYTHONPATH=examples/agents/smolagents areal-hpc run YOUR_CONFIG.yaml agent.python=agent:CalculatorAgent
+PYTHONPATH=examples/agents/smolagents areal-hpc run YOUR_CONFIG.yaml agent.python=calculator_agent:CalculatorAgent
 """
 
 from __future__ import annotations
