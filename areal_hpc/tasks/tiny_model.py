@@ -1,9 +1,9 @@
 """A tiny chat model made on the spot: a real Hugging Face checkpoint directory that a laptop trains in half a minute.
 
-Qwen3 architecture with 164,416 parameters and a byte-pair tokenizer of 384 tokens, taught to sort four digits in two
-phases. First *skill*: clean boxed answers, until the answer is right nine times in ten. Then *habits*: four ways to
-answer, the boxed one the rarest and some of them wrong, until a boxed right answer has become rare. What is left for
-reinforcement learning is what it is good at: a skill that is there and a habit that hides it.
+Qwen3 architecture with 164,416 parameters and a byte-pair tokenizer of 384 tokens, taught a lesson in two phases, by
+default to sort four digits. First *skill*: clean boxed answers, until the answer is right nine times in ten. Then
+*habits*: four ways to answer, the boxed one the rarest and some of them wrong, until a boxed right answer has become
+rare. What is left for reinforcement learning is what it is good at: a skill that is there and a habit that hides it.
 
 Everything is seeded and runs on one thread: the same seed gives the same bytes.
 """
@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from torch.nn import functional
 
 from areal_hpc.errors import DataError
 from areal_hpc.fs import fsync_directory
+from areal_hpc.tasks.lesson import Lesson, Turn
 from areal_hpc.tasks.sort_digits import SortDigits
 
 if TYPE_CHECKING:
@@ -51,17 +53,16 @@ CONTEXT = 512
 VOCAB_SIZE = 384
 NUM_MEASURED = 128
 
-Row = tuple[str, str]
-"""A prompt's text and the sorted digits."""
 Pair = tuple[list[int], list[int]]
 """Token ids of a rendered prompt and of an answer with its end of turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the model is taught. Goals are mean probabilities of the boxed right answer, over training prompts."""
+    """How the model is taught. Goals are mean probabilities that a whole dialogue is right, over training prompts."""
 
     batch: int = 64
+    """Dialogues a step."""
     skill_goal: float = 0.9
     skill_steps: int = 400
     """Give up past so many steps; nine in ten are right after 110 to 150."""
@@ -76,20 +77,24 @@ class Recipe:
     habit_steps: int = 300
 
 
-def make(path: Path, seed: int, recipe: Recipe = Recipe()) -> None:
+def make(path: Path, seed: int, recipe: Recipe = Recipe(), lesson: Lesson | None = None) -> None:
     """Write the model directory ``path``: it appears whole, or not at all.
+
+    Args:
+        lesson: what it is taught instead of sorting.
 
     Raises:
         DataError: the skill or habit goal was not reached; the message says which and how near it came.
         OSError: ``path`` has appeared in the meantime; it is left as it is.
     """
+    lesson = lesson or SORTING
     path.parent.mkdir(parents=True, exist_ok=True)
     with _one_thread(), tempfile.TemporaryDirectory(prefix=f".{path.name}.making-", dir=path.parent) as making:
         directory = Path(making) / path.name
         directory.mkdir()
-        _write_tokenizer(directory, seed)
+        _write_tokenizer(directory, lesson, seed)
         model = _new_model(seed)
-        teacher = _Teacher(model, _Chat(_load_tokenizer(directory)), seed, recipe)
+        teacher = _Teacher(model, _Chat(_load_tokenizer(directory), lesson), seed, recipe)
         teacher.teach_skill()
         teacher.teach_habits()
         _write_model(model, directory)
@@ -117,13 +122,25 @@ def _make_durable(directory: Path) -> None:
     fsync_directory(directory)
 
 
-def _rows(seed: int) -> Iterator[Row]:
-    """Endless training rows in a seeded order."""
+def _rows(seed: int) -> Iterator[tuple[str, str]]:
+    """Endless training rows in a seeded order: a prompt's text and the sorted digits."""
     task = SortDigits(split="train", seed=seed)
     rng = random.Random(seed)
     while True:
         row = task[rng.randrange(len(task))]
         yield row["prompt"], row["answer"]
+
+
+def _dialogues(seed: int) -> Iterator[Sequence[Turn]]:
+    for prompt, digits in _rows(seed):
+        yield [
+            Turn(
+                messages=({"role": "user", "content": prompt},),
+                answer=BOXED % digits,
+                opening=BOXED.partition("%s")[0],
+                habit=partial(_spoil, digits),
+            )
+        ]
 
 
 def _spoil(answer: str, rng: random.Random) -> str:
@@ -135,7 +152,7 @@ def _spoil(answer: str, rng: random.Random) -> str:
     return style % " ".join(digits)
 
 
-def _write_tokenizer(path: Path, seed: int) -> None:
+def _write_tokenizer(path: Path, lesson: Lesson, seed: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -145,11 +162,11 @@ def _write_tokenizer(path: Path, seed: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, *lesson.markers],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed), trainer)
+    tokenizer.train_from_iterator(lesson.corpus(seed), trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -157,7 +174,7 @@ def _write_tokenizer(path: Path, seed: int) -> None:
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
         "unk_token": END_OF_TEXT,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": lesson.template,
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
     }
@@ -170,6 +187,9 @@ def _corpus(seed: int) -> list[str]:
         f"user\n{prompt}\nassistant\n{_spoil(answer, rng)}" for prompt, answer in (next(rows) for _ in range(2000))
     ]
     return [*turns, *["system\nYou are a helpful assistant.", "tool\n"] * 50]
+
+
+SORTING = Lesson(skill="sort", template=CHAT_TEMPLATE, dialogues=_dialogues, corpus=_corpus)
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -212,77 +232,87 @@ def _write_model(model: Qwen3ForCausalLM, path: Path) -> None:
 
 
 class _Chat:
-    """Prompts and answers as token ids."""
+    """Turns as token ids."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> None:
+        self.tokenizer, self.lesson = tokenizer, lesson
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)
 
-    def pair(self, prompt: str, answer: str) -> Pair:
-        message = [{"role": "user", "content": prompt}]
-        rendered = str(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-        return self.ids(rendered), [*self.ids(answer), END_OF_TURN]
+    def pair(self, turn: Turn, answer: str) -> Pair:
+        """What comes before the turn, and an answer to it."""
+        rendered = self.tokenizer.apply_chat_template(
+            list(turn.messages), tools=list(self.lesson.tools) or None, add_generation_prompt=True, tokenize=False
+        )
+        return self.ids(str(rendered)), [*self.ids(answer), END_OF_TURN]
 
 
 class _Teacher:
     """Teaches one model. What it trains on, measures with and spoils by are seeded streams of their own."""
 
     def __init__(self, model: Qwen3ForCausalLM, chat: _Chat, seed: int, recipe: Recipe) -> None:
-        self.model, self.chat, self.recipe = model, chat, recipe
-        self.rows, self.rng = _rows(seed + 1), random.Random(seed)
-        measured = itertools.islice(_rows(seed + 2), NUM_MEASURED)
-        self.measured = [chat.pair(prompt, BOXED % answer) for prompt, answer in measured]
+        self.model, self.chat, self.recipe, self.lesson = model, chat, recipe, chat.lesson
+        self.dialogues, self.rng = self.lesson.dialogues(seed + 1), random.Random(seed)
+        measured = list(itertools.islice(self.lesson.dialogues(seed + 2), NUM_MEASURED))
+        turns = [turn for dialogue in measured for turn in dialogue]
+        self.measured = [chat.pair(turn, turn.answer) for turn in turns]
+        self.num_turns = len(turns) // len(measured)
+        begun = torch.tensor([len(prompt) - 1 for prompt, _ in self.measured])
+        openings = torch.tensor([len(chat.ids(turn.opening)) for turn in turns])
+        self.opened = (begun + openings)[:, None]  # [N, 1], where the label behind each turn's opening is
 
     def teach_skill(self) -> None:
         recipe, optimizer, right = self.recipe, self._optimizer(), 0.0
         for step in range(1, recipe.skill_steps + 1):
             rise, fall = step / recipe.warmup_steps, 1 - 0.9 * step / recipe.skill_steps
-            self._step(optimizer, recipe.skill_lr * min(rise, fall), lambda answer: BOXED % answer)
+            self._step(optimizer, recipe.skill_lr * min(rise, fall), lambda turn: turn.answer)
             if step % recipe.check_every == 0:
                 right = self._measure()[0]
                 log.info("making the model: step %d, right: %.2f (goal %.2f)", step, right, recipe.skill_goal)
                 if right >= recipe.skill_goal:
                     return
         raise DataError(
-            f"model.maker: the tiny model did not learn to sort: right in {right:.2f} of the cases after "
-            f"{recipe.skill_steps} steps, the goal is {recipe.skill_goal}; set another `seed`"
+            f"model.maker: the tiny model did not learn to {self.lesson.skill}: right in {right:.2f} of the cases "
+            f"after {recipe.skill_steps} steps, the goal is {recipe.skill_goal}; set another `seed`"
         )
 
     def teach_habits(self) -> None:
         """Other answers until the boxed one is rare; the skill suffers first and must have come back."""
         recipe, optimizer, (right, skill) = self.recipe, self._optimizer(), self._measure()
         for step in range(1, recipe.habit_steps + 1):
-            self._step(optimizer, recipe.habit_lr * min(1.0, step / 10), lambda answer: _spoil(answer, self.rng))
+            self._step(optimizer, recipe.habit_lr * min(1.0, step / 10), lambda turn: turn.habit(self.rng))
             if step % recipe.check_every == 0:
                 right, skill = self._measure()
-                log.info("making the model: %d steps of other habits, right: %.2f, in a box: %.2f", step, right, skill)
+                log.info("making the model: %d steps of other habits, right: %.2f, skill: %.2f", step, right, skill)
                 if recipe.habit_goal[0] <= right <= recipe.habit_goal[1] and skill >= recipe.kept_skill:
                     return
         raise DataError(
             f"model.maker: after {recipe.habit_steps} steps of other habits the tiny model is right in {right:.2f} of "
-            f"the cases (the goal is {recipe.habit_goal[0]} to {recipe.habit_goal[1]}), in a box in {skill:.2f} "
-            f"(the goal is {recipe.kept_skill}); set another `seed`"
+            f"the cases (the goal is {recipe.habit_goal[0]} to {recipe.habit_goal[1]}), and without its habits in "
+            f"{skill:.2f} (the goal is {recipe.kept_skill}); set another `seed`"
         )
 
     def _measure(self) -> tuple[float, float]:
-        """Probability at temperature 1 of the boxed right answer, by itself and once the box is open.
+        """Probability at temperature 1 that a dialogue is right, by itself and once its answers are opened.
 
-        The expectation of the reward, without sampling: means over ``NUM_MEASURED`` training prompts.
+        The expectation of the reward, without sampling: means over ``NUM_MEASURED`` training dialogues.
         """
         with torch.no_grad():
             logprobs = _answer_logprobs(self.model, self.measured)
-        opened = len(self.measured[0][0]) - 1 + len(self.chat.ids(BOXED.partition("%s")[0]))
-        return float(logprobs.sum(1).exp().mean()), float(logprobs[:, opened:].sum(1).exp().mean())
+        opened = logprobs * (torch.arange(logprobs.shape[1]) >= self.opened)
+        return self._mean_right(logprobs), self._mean_right(opened)
+
+    def _mean_right(self, logprobs: torch.Tensor) -> float:
+        return float(logprobs.sum(1).view(-1, self.num_turns).sum(1).exp().mean())
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, betas=(0.9, 0.98))
 
-    def _step(self, optimizer: torch.optim.Optimizer, lr: float, say: Callable[[str], str]) -> None:
-        """One step of cross-entropy on the next rows, answered as ``say`` says the sorted digits."""
-        rows = itertools.islice(self.rows, self.recipe.batch)
-        pairs = [self.chat.pair(prompt, say(answer)) for prompt, answer in rows]
+    def _step(self, optimizer: torch.optim.Optimizer, lr: float, say: Callable[[Turn], str]) -> None:
+        """One step of cross-entropy on the turns of the next dialogues, answered as ``say`` says."""
+        dialogues = itertools.islice(self.dialogues, self.recipe.batch)
+        pairs = [self.chat.pair(turn, say(turn)) for dialogue in dialogues for turn in dialogue]
         loss = -_answer_logprobs(self.model, pairs).sum() / sum(len(answer) for _, answer in pairs)
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()

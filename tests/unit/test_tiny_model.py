@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -78,14 +79,13 @@ def test_every_digit_is_a_token_and_any_text_survives(directory: Path) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_every_prompt_and_boxed_answer_has_the_same_length(directory: Path) -> None:
+def test_a_boxed_answer_begins_with_the_tokens_of_its_opening(directory: Path) -> None:
     """What measuring relies on when it looks at the answer behind the opened box."""
-    chat = tiny_model._Chat(AutoTokenizer.from_pretrained(str(directory)))
-    box = chat.ids("\\boxed{")
-    rows = tiny_model._rows(3)
-    pairs = [chat.pair(prompt, tiny_model.BOXED % answer) for prompt, answer in (next(rows) for _ in range(200))]
-    assert len({(len(prompt), len(answer)) for prompt, answer in pairs}) == 1
-    assert all(answer[: len(box)] == box and answer[-1] == 2 for _, answer in pairs)
+    chat = tiny_model._Chat(AutoTokenizer.from_pretrained(str(directory)), tiny_model.SORTING)
+    turns = [turn for dialogue in islice(tiny_model.SORTING.dialogues(3), 200) for turn in dialogue]
+    for turn in turns:
+        box, (_, answer) = chat.ids(turn.opening), chat.pair(turn, turn.answer)
+        assert 1 < len(box) < len(answer) and answer[: len(box)] == box and answer[-1] == 2
 
 
 def test_answer_log_probs_are_those_of_transformers_own_loss(directory: Path) -> None:

@@ -1,0 +1,94 @@
+"""A task for an agent with a tool: a sum that a tiny model cannot work out, and a calculator that can.
+
+    What is 37 * 46?      ->  calculator(expression="37*46") -> 1702  ->      1702
+
+There are 16,200 prompts, every product and sum of two numbers of two digits; 256 of them are held out for evaluation,
+always the same ones whatever the seed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
+
+from areal_hpc.errors import DataError
+
+OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+ASKED = "+*"
+OPERANDS = range(10, 100)
+NUM_HELD_OUT = 256
+HOLD_OUT_SEED = 1234
+EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*")
+NUMBER = re.compile(r"-?\d+")
+
+Row = Mapping[str, str]
+
+
+def calculate(expression: str) -> str:
+    """What two whole numbers come to, as text; text about what is wrong for anything else, since a model reads it."""
+    match = EXPRESSION.fullmatch(expression)
+    if match is None:
+        return "error: write two whole numbers with +, - or * between them"
+    left, sign, right = match.groups()
+    return str(OPERATIONS[sign](int(left), int(right)))
+
+
+def called(name: str, arguments: str | Mapping[str, object]) -> str:
+    """The result of a model's call of the calculator, whatever it calls and with whatever it calls it.
+
+    Args:
+        arguments: a JSON text as the model wrote it, or what was read from it.
+    """
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        expression = given["expression"]
+    except (ValueError, TypeError, KeyError):
+        expression = ""
+    if name != "calculator":
+        return f"error: there is no tool {name!r}, only calculator"
+    return calculate(expression if isinstance(expression, str) else "")
+
+
+class Calculations(Sequence[Row]):
+    """The rows of one split, ``{"prompt", "answer", "id"}`` each, in an order drawn by ``seed``.
+
+    Raises:
+        DataError: ``split`` is neither "train" nor "eval".
+    """
+
+    def __init__(self, split: str = "train", seed: int = 0) -> None:
+        expressions = [f"{left} {sign} {right}" for left in OPERANDS for sign in ASKED for right in OPERANDS]
+        random.Random(HOLD_OUT_SEED).shuffle(expressions)
+        splits = {"train": expressions[NUM_HELD_OUT:], "eval": expressions[:NUM_HELD_OUT]}
+        if split not in splits:
+            raise DataError(f"split {split!r} of the task Calculations does not exist; use 'train' or 'eval'")
+        self._expressions = splits[split]
+        random.Random(seed).shuffle(self._expressions)
+
+    def __len__(self) -> int:
+        return len(self._expressions)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [_row(expression) for expression in self._expressions[index]]
+        return _row(self._expressions[index])
+
+
+def _row(expression: str) -> Row:
+    return {"prompt": f"What is {expression}?", "answer": calculate(expression), "id": f"calculate {expression}"}
+
+
+def reward(text: str, answer: str) -> float:
+    """1.0 if the last number of ``text`` is ``answer``, otherwise 0.0."""
+    numbers = NUMBER.findall(text)
+    return float(bool(numbers) and numbers[-1] == answer)
