@@ -4,21 +4,22 @@ A bucket lays its tensors back to back without padding, which is the layout that
 receiver views each piece as its dtype, so every offset must be a multiple of that dtype's size. Sorting a bucket's
 tensors by falling element size makes this hold with no gaps: element sizes are powers of two and a tensor's length is a
 multiple of its own, hence of every smaller one that follows.
+
+A tensor may travel as a delta (``delta.py``): its values lie where the tensor would, and the gaps of all of a bucket's
+deltas, which are bytes, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import google_crc32c
 import torch
 
+from areal_hpc.delta import Delta, Weight, checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import TensorSpec
-
-MANIFEST = "manifest.json"
-"""Beside the safetensors files of an update by disk: for each file its ``bytes``, and the ``crc32c`` of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +42,16 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def num_bytes(spec: TensorSpec) -> int:
-    """How long the tensor is in its bucket."""
+def whole_bytes(spec: TensorSpec) -> int:
+    """How long the tensor is."""
     return torch.Size(spec.shape).numel() * dtype_named(spec.dtype).itemsize
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32C (RFC 3720) of a contiguous tensor's bytes."""
-    if tensor.numel() == 0:
-        return 0
-    return int(google_crc32c.value(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+def num_bytes(spec: TensorSpec) -> int:
+    """How long the tensor, or its delta, is in its bucket."""
+    if spec.num_changed is None:
+        return whole_bytes(spec)
+    return spec.num_changed * (dtype_named(spec.dtype).itemsize + 1)
 
 
 def fingerprint(specs: Iterable[TensorSpec]) -> int:
@@ -64,7 +65,7 @@ def fingerprint(specs: Iterable[TensorSpec]) -> int:
 
 
 def plan_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], limit_bytes: int, *, device: torch.device | str | None = None
+    weights: Iterable[tuple[str, Weight]], limit_bytes: int, *, device: torch.device | str | None = None
 ) -> Iterator[Bucket]:
     """Pack a stream of tensors, in the order given, into buckets of at most ``limit_bytes``.
 
@@ -78,7 +79,7 @@ def plan_buckets(
         WeightUpdateError: a name comes twice.
     """
     seen: set[str] = set()
-    pending: list[tuple[str, torch.Tensor]] = []
+    pending: list[tuple[str, Weight]] = []
     size = 0
     for name, tensor in weights:
         if name in seen:
@@ -93,44 +94,79 @@ def plan_buckets(
         yield _fill(pending, device)
 
 
-def _fill(weights: list[tuple[str, torch.Tensor]], device: torch.device | str | None) -> Bucket:
-    ordered = sorted(weights, key=lambda item: -item[1].itemsize)  # stable: equal sizes keep their order
-    total = sum(tensor.nbytes for _, tensor in ordered)
-    buffer = torch.empty(total, dtype=torch.uint8, device=device or ordered[0][1].device)
-    layout = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in ordered]
-    blank = [TensorSpec(name=name, dtype=dtype, shape=shape, checksum=0) for name, dtype, shape in layout]
+def _fill(weights: list[tuple[str, Weight]], device: torch.device | str | None) -> Bucket:
+    ordered = sorted(weights, key=lambda item: -item[1].dtype.itemsize)  # stable: equal sizes keep their order
+    blank = [_spec(name, tensor) for name, tensor in ordered]
+    first = ordered[0][1]
+    at_home = first.values.device if isinstance(first, Delta) else first.device
+    buffer = torch.empty(sum(map(num_bytes, blank)), dtype=torch.uint8, device=device or at_home)
     for (_, tensor), piece in zip(ordered, _pieces(buffer, blank), strict=True):
-        piece.copy_(tensor.detach())  # takes any strides to the contiguous order of the bucket
-    sums = [checksum(piece) for piece in _pieces(buffer.cpu(), blank)]
-    specs = (
-        TensorSpec(name=name, dtype=dtype, shape=shape, checksum=crc)
-        for (name, dtype, shape), crc in zip(layout, sums, strict=True)
+        if isinstance(tensor, Delta):
+            assert isinstance(piece, Delta)
+            piece.values.copy_(tensor.values)
+            piece.gaps.copy_(tensor.gaps)
+        else:
+            assert isinstance(piece, torch.Tensor)
+            piece.copy_(tensor.detach())  # takes any strides to the contiguous order of the bucket
+    in_host_memory = _pieces(buffer.cpu(), blank)
+    return Bucket(specs=tuple(map(_with_checksum, blank, in_host_memory)), buffer=buffer)
+
+
+def _spec(name: str, tensor: Weight) -> TensorSpec:
+    """Whole tensors get their checksum once they are packed."""
+    return TensorSpec(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        checksum=tensor.checksum if isinstance(tensor, Delta) else 0,
+        num_changed=len(tensor.values) if isinstance(tensor, Delta) else None,
     )
-    return Bucket(specs=tuple(specs), buffer=buffer)
 
 
-def _pieces(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
-    """Each tensor of a bucket as a view of its buffer."""
+def _with_checksum(spec: TensorSpec, piece: Weight) -> TensorSpec:
+    return spec if isinstance(piece, Delta) else replace(spec, checksum=checksum(piece))
+
+
+def _pieces(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[Weight]:
+    """Each tensor or delta of a bucket as a view of its buffer."""
     start = 0
-    for spec in specs:
-        end = start + num_bytes(spec)
-        yield buffer[start:end].view(dtype_named(spec.dtype)).view(spec.shape)
-        start = end
+
+    def cut(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        nonlocal start
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        piece, start = buffer[start:end].view(dtype).view(torch.Size(shape)), end
+        return piece
+
+    heads = [cut(dtype_named(s.dtype), s.shape if s.num_changed is None else (s.num_changed,)) for s in specs]
+    return [
+        head
+        if spec.num_changed is None
+        else Delta(
+            values=head,
+            gaps=cut(torch.uint8, (spec.num_changed,)),
+            shape=torch.Size(spec.shape),
+            checksum=spec.checksum,
+        )
+        for spec, head in zip(specs, heads, strict=True)
+    ]
 
 
-def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
-    """The named tensors of a bucket that arrived: views of ``buffer``, on its device.
+def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec], *, checked: bool = True) -> list[tuple[str, Weight]]:
+    """The named tensors and deltas of a bucket that arrived: views of ``buffer``, on its device.
+
+    A delta has its proof with it, for whoever applies it.
 
     Args:
         buffer: uint8 [B], contiguous, exactly as long as the specs say.
+        checked: whether the checksums of the specs mean anything.
 
     Raises:
         WeightUpdateError: the length is wrong, or a tensor's bytes are not the sender's; names the tensor.
     """
-    expected = sum(num_bytes(spec) for spec in specs)
+    expected = sum(map(num_bytes, specs))
     if buffer.numel() != expected:
         raise WeightUpdateError(f"a weight bucket has {buffer.numel()} bytes where its tensors need {expected}")
-    for spec, piece in zip(specs, _pieces(buffer.cpu(), specs), strict=True):
-        if checksum(piece) != spec.checksum:
+    for spec, piece in zip(specs, _pieces(buffer.cpu(), specs), strict=True) if checked else ():
+        if isinstance(piece, torch.Tensor) and checksum(piece) != spec.checksum:
             raise WeightUpdateError(f"weight {spec.name!r} arrived with other bytes than were sent (CRC-32C differs)")
     return [(spec.name, piece) for spec, piece in zip(specs, _pieces(buffer, specs), strict=True)]

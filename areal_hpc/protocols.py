@@ -60,7 +60,8 @@ class WeightTarget(Protocol):
 
         await target.join(group, rank_offset)                     once for each membership
         await target.pause()                                      running requests freeze and keep their tokens
-        await target.load_bucket(group.name, specs)               while rank 0 broadcasts the same bucket
+        await target.load_bucket(group.name, specs)               while rank 0 broadcasts the same bucket; a spec with
+                                                                  ``num_changed`` is a delta against what it serves
         await target.resume(version)                              running requests go on under the new version
 
     Each call raises WeightUpdateError naming the engine when the engine refuses or does not answer in time.
@@ -101,7 +102,8 @@ class WeightTransport(Protocol):
 
         await transport.catch_up(version, backend.weights(), targets)  newcomers at once, while the members sample on
 
-    ``told`` holds ``seconds``, ``seconds_paused``, ``bytes`` and the ``fingerprint`` of the weights that were sent.
+    ``told`` holds ``seconds``, ``seconds_paused``, the ``bytes`` that each engine was sent, the ``fingerprint`` of the
+    weights, and ``bytes_saved`` where only what has changed is sent.
 
     Raises:
         WeightUpdateError: a target could not be brought to the version whole; names it. It is lost then.

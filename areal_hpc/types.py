@@ -290,6 +290,7 @@ class TensorSpec:
     dtype: str  # as torch prints it, without the module: "float32", "bfloat16"
     shape: tuple[int, ...]
     checksum: int  # CRC-32C of its bytes, contiguous, little-endian
+    num_changed: int | None = None  # elements that travel, where the rest is what the engine holds; None: all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ class World:
     def publish(self, version: int, weights: Callable[[], Iterator[tuple[str, Any]]]) -> Mapping[str, float]:
         assert [name for name, _ in weights()] == ["w"]
         self.calls.append(f"publish {version}")
-        return {"seconds_paused": 0.125}
+        return {"seconds_paused": 0.125, "bytes": 20.0, "bytes_saved": 60.0}
 
     def settle(self, wait: bool) -> None:
         self.settled += 1

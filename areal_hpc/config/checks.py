@@ -157,6 +157,12 @@ def check_server_args(config: Config) -> Iterator[str]:
             yield f"generation.server_args.{name}: remove it; {instead}"
 
 
+def check_delta(config: Config) -> Iterator[str]:
+    backend = config.generation.backend
+    if config.weights.delta and backend is not EngineName.EMBEDDED:
+        yield f"weights.delta: {backend} takes whole tensors only; set it to false, or generation.backend=embedded"
+
+
 def check_algorithm_settings(config: Config) -> Iterator[str]:
     try:
         check_algorithm(config.algorithm, config.rollout.group_size, config.buffer.max_staleness)
@@ -342,6 +348,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_megatron_backend,
     check_engine_ranks,
     check_server_args,
+    check_delta,
     check_minibatches,
     check_microbatch,
     check_top_k,

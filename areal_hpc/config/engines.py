@@ -68,6 +68,11 @@ class WeightsConfig:
     """How new weights reach the engines: a collective broadcast, or safetensors on the shared disk."""
     bucket_mb: float = 256.0
     """Size of one flat transfer buffer, in MiB."""
+    delta: bool = False
+    """Send only the elements that have changed, exactly, wherever that is shorter: worth it where weights are bfloat16
+    and steps small. Costs a copy of the weights in rank 0's host memory; with the embedded engine."""
+    whole_every: int = 32
+    """With `delta`, of so many updates in a row one is whole; so is each after an engine failed or came back."""
     min_mb_per_s: float = 50.0
     """A weight update slower than this, in MiB/s to each engine, is warned of: it may go over the wrong network. 0 is
     off."""

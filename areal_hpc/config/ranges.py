@@ -92,6 +92,7 @@ RANGES: Final[Mapping[str, str]] = {
     "generation.max_running": "[1, inf)",
     "generation.threads": "[1, inf)",
     "weights.bucket_mb": "(0, inf)",
+    "weights.whole_every": "[1, inf)",
     "weights.min_mb_per_s": "[0, inf)",
     "evaluation.every_steps": "[0, inf)",
     "evaluation.num_prompts": "[1, inf)",

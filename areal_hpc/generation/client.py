@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +35,9 @@ from areal_hpc.generation.answers import (
     request_body,
     version_number,
 )
+from areal_hpc.generation.capabilities import Capabilities, PauseMode
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
-
-FIRST_VERSION_WITH_SPANS = (0, 5, 19)
-"""The first SGLang whose answers say which weights sampled which tokens."""
-FIRST_VERSION_THAT_RETRACTS = (0, 5, 21)
-"""The first SGLang whose cache can be flushed while retracted requests wait; an older one refuses, or dies of it."""
-
-
-class PauseMode(StrEnum):
-    """What becomes of running requests, by SGLang's names for it."""
-
-    RETRACT = "retract"
-    """They wait and are computed anew. Only this forgets all that old weights have computed: SGLang shares prefixes
-    between requests, and while any runs its cache cannot be flushed, so that new requests would go on from old keys
-    and values under a new version's name."""
-    IN_PLACE = "in_place"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,37 +53,6 @@ class Limits:
     """Pause, continue, abort, version."""
     load_s: float = 120.0
     """Joining a group, and taking one bucket or one directory of weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What an engine can do beyond the oldest API, read once from its ``/server_info``."""
-
-    spans: bool
-    """It reports version spans, so that updates need not interrupt."""
-    retracts: bool
-    """It takes running requests back, and lets its cache be flushed meanwhile."""
-    checksums: bool
-    """It compares the CRC-32C of each tensor it receives."""
-    quarantined: bool
-    """An update of it failed half-way; only our own engine says so."""
-
-    @classmethod
-    def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
-        numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
-        ours = info.get("areal_hpc") or {}
-        return cls(
-            spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
-            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
-            checksums=bool(ours.get("checksums")),
-            quarantined=bool(info.get("quarantined")),
-        )
-
-    def pause_mode(self) -> PauseMode:
-        if self.retracts:
-            return PauseMode.RETRACT
-        return PauseMode.IN_PLACE if self.spans else PauseMode.ABORT
 
 
 @dataclass(slots=True)
@@ -340,6 +293,10 @@ class EngineClient:
         }
         if self._capabilities is not None and self._capabilities.checksums:
             body["checksums"] = [spec.checksum for spec in specs]
+        if any(spec.num_changed is not None for spec in specs):
+            if self._capabilities is None or not self._capabilities.deltas:
+                raise WeightUpdateError(f"{self!r} takes whole tensors only; set weights.delta=false")
+            body["nums_changed"] = [spec.num_changed for spec in specs]
         await self._once("/update_weights_from_distributed", body)
 
     async def _begin_session(self) -> None:

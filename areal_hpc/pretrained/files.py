@@ -73,13 +73,18 @@ class TensorFiles:
         return tensor
 
 
-def check_shapes(directory: Path, needed: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(
+    directory: Path, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
     """Hold the checkpoint against the names and shapes the model needs.
+
+    Args:
+        found: what is in ``directory``; by default what its safetensors files say.
 
     Raises:
         DataError: a tensor is missing or has another shape; names the first few.
     """
-    found = read_shapes(directory)
+    found = read_shapes(directory) if found is None else found
     missing = [name for name in needed if name not in found]
     wrong = [
         f"{name} {found[name]} for {shape}" for name, shape in needed.items() if name in found and found[name] != shape

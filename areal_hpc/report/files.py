@@ -12,7 +12,7 @@ import yaml
 from areal_hpc.fs import RunDir, publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
-from areal_hpc.report.text import MISSING, count, duration, number, one_line, percent
+from areal_hpc.report.text import MISSING, count, duration, number, one_line, percent, size
 from areal_hpc.report.usage import usage_of, usage_rows
 from areal_hpc.telemetry import Record, RecordReader
 
@@ -98,8 +98,15 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
             f" {percent(facts['wait_share'])} waiting, {percent(facts['publish_share'])} publishing weights;"
             f" generation paused {percent(facts['paused_share'])}",
         ),
+        *([("weights", _weights_text(facts))] if facts["weight_bytes_saved"] is not None else []),
         ("groups", ", ".join(groups) or MISSING),
     ]
+
+
+def _weights_text(facts: Mapping[str, Any]) -> str:
+    """What sending only changes has saved."""
+    sent, saved = facts["weight_bytes"], facts["weight_bytes_saved"]
+    return f"{size(sent)} sent to each engine, {percent(saved / max(1.0, sent + saved))} of its bytes saved"
 
 
 def _course(summary: Summary, facts: Mapping[str, Any], total_steps: int | None) -> list[tuple[str, str]]:

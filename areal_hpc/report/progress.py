@@ -120,10 +120,17 @@ class Progress:
             "training": f"{count(self.latest('train_tokens_per_s'))} tokens/s",
             "ring": f"{percent(self.latest('ring_fill'))} full",
             "dropped": self.drops.text(),
-            "weights": f"version {count(self.latest('version'))}",
+            "weights": f"version {count(self.latest('version'))}{self._saved_text()}",
             **restarts,
             **({"service": service_text(self._service)} if self._service is not None else {}),
         }
+
+    def _saved_text(self) -> str:
+        """How much of the newest weights did not have to travel, where only changes do."""
+        sent, saved = self.latest("weight_bytes"), self.latest("weight_bytes_saved")
+        return (
+            "" if sent is None or saved is None else f", {percent(saved / max(1.0, sent + saved))} of its bytes saved"
+        )
 
     def _restarts_text(self) -> str:
         return ", ".join(f"{process} {times}" for process, times in sorted(self._restarts.items()))

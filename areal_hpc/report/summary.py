@@ -44,6 +44,8 @@ COLUMNS = (
     "seconds_train",
     "seconds_publish",
     "seconds_paused",
+    "weight_bytes",
+    "weight_bytes_saved",
     *(f"ring_dropped_{reason}" for reason in RING_DROPS),
 )
 
@@ -115,6 +117,8 @@ class Summary:
                 f"{part}_share": _ratio(_total(column[f"seconds_{part}"]), seconds)
                 for part in ("wait", "train", "publish", "paused")
             },
+            "weight_bytes": _total(column["weight_bytes"]),
+            "weight_bytes_saved": _total(column["weight_bytes_saved"]),
             **{f"groups_{name}": number for name, number in self.group_counts().items()},
         }
 

@@ -17,6 +17,14 @@ def count(value: float | None) -> str:
     return MISSING if value is None else f"{value:,.0f}"
 
 
+def size(num_bytes: float | None) -> str:
+    """Bytes in the largest binary unit that leaves at least one."""
+    if num_bytes is None:
+        return MISSING
+    power = max(0, min(4, (int(num_bytes).bit_length() - 1) // 10))
+    return f"{num_bytes / 1024**power:,.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def percent(value: float | None) -> str:
     """A fraction as per cent."""
     return MISSING if value is None else f"{100 * value:.0f}%"

@@ -110,6 +110,8 @@ class TrainingLoop:
     """Measures held-out data by the weights of a step, where that is due; collective."""
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
+    published: dict[str, float] = field(default_factory=dict)
+    """``weight_bytes`` sent to each engine in the step, and ``weight_bytes_saved`` where only changes are sent."""
     committed: int = -1
 
     @property
@@ -253,6 +255,7 @@ class TrainingLoop:
             self.reader.release(self.version)
         self.seconds["publish"] = self.clock() - began
         self.seconds["paused"] = moved.get("seconds_paused", 0.0)
+        self.published = {f"weight_{name}": moved[name] for name in ("bytes", "bytes_saved") if name in moved}
 
     def _let_older_weights_finish(self) -> None:
         """Wait until the ring allows new weights; at once, but for deterministic training.
@@ -290,6 +293,7 @@ class TrainingLoop:
                 "train_tokens_per_s": trained / busy,
                 "seconds_step": seconds,
                 **{f"seconds_{name}": value for name, value in self.seconds.items()},
+                **self.published,
                 **{f"ring_{name}": value for name, value in ring.items()},
                 **stats,
             },

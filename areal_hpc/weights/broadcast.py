@@ -17,14 +17,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from areal_hpc.buckets import fingerprint, plan_buckets
 from areal_hpc.collective import device_for, interfaces
+from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
 from areal_hpc.weights.ahead import Ahead
+from areal_hpc.weights.baseline import Baseline, sent
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
 
@@ -41,6 +43,7 @@ class BroadcastTransport:
         bucket_bytes: size of one transfer.
         timeout_s: longest time of any one step: joining, one bucket, one call.
         host: address of this process as the engines see it.
+        baseline: where only what has changed is to be sent.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class BroadcastTransport:
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 120.0,
         host: str = "127.0.0.1",
+        baseline: Baseline | None = None,
     ) -> None:
         self.membership = Membership(targets, timeout_s)
         self.route = f"{backend} from {host}; {interfaces(backend)}"
@@ -59,6 +63,7 @@ class BroadcastTransport:
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._host = host
+        self._baseline = baseline
         self._names = (f"w-{epoch}-{k}" for k in itertools.count())
         self._everyone = self._group_of(self.membership)
 
@@ -71,14 +76,19 @@ class BroadcastTransport:
         ``weights`` is always read to its end, also on failure: producing it is collective over the trainer's ranks.
 
         Returns:
-            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, ``fingerprint`` of the
-            weights (see ``buckets.fingerprint``).
+            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, with a baseline
+            ``bytes_saved`` by it, ``fingerprint`` of the weights (see ``buckets.fingerprint``).
 
         Raises:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
                 was the resuming that failed: then they serve ``version``.
         """
-        return await self._update(self._everyone, version, weights)
+        stream, holders = iter(weights), self.membership.changes
+        travelling = stream if self._baseline is None else self._baseline.against(stream, holders)
+        told = await self._update(self._everyone, version, stream, travelling)
+        if self._baseline is not None:
+            self._baseline.settle(holders)
+        return told
 
     async def catch_up(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], targets: Sequence[WeightTarget]
@@ -90,24 +100,28 @@ class BroadcastTransport:
         Raises:
             WeightUpdateError: one of them failed, and none has become a member; the members are as they were.
         """
+        stream = iter(weights)
         with self.membership.catching_up(targets) as newcomers:
             group = self._group_of(newcomers)
             try:
-                return await self._update(group, version, weights)
+                return await self._update(group, version, stream, stream)
             finally:
                 await group.close()
 
     async def _update(
-        self, group: WeightGroup, version: int, weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        group: WeightGroup,
+        version: int,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        travelling: Iterator[tuple[str, Weight]],
     ) -> Mapping[str, float]:
+        """Send ``travelling``, which is made of ``weights``; those are read to their end."""
         membership = group.membership
         start = time.monotonic()
-        stream = iter(weights)
         specs: list[TensorSpec] = []
-        sent = 0
         try:
             membership.require()
-            with Ahead(plan_buckets(stream, self._bucket_bytes, device=self._device)) as ahead:
+            with Ahead(plan_buckets(travelling, self._bucket_bytes, device=self._device)) as ahead:
                 bucket = await ahead.take()
                 paused = time.monotonic()
                 await membership.all("pause", lambda target: target.pause())
@@ -115,16 +129,15 @@ class BroadcastTransport:
                 while bucket is not None:
                     await group.send(bucket)
                     specs += bucket.specs
-                    sent += bucket.buffer.numel()
                     bucket = await ahead.take()
             await membership.all("resume", lambda target: target.resume(version))
         finally:
-            deque(stream, maxlen=0)
+            deque(weights, maxlen=0)
         end = time.monotonic()
         return {
             "seconds": end - start,
             "seconds_paused": end - paused,
-            "bytes": float(sent),
+            **sent(specs, self._baseline),
             "fingerprint": float(fingerprint(specs)),
         }
 

@@ -23,13 +23,16 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import MANIFEST, Bucket, fingerprint, plan_buckets, unpack
+from areal_hpc.buckets import fingerprint, plan_buckets
+from areal_hpc.delta import Weight
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
 from areal_hpc.waits import advance
+from areal_hpc.weight_files import MANIFEST, write_file
+from areal_hpc.weights.baseline import Baseline, sent
 from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class DiskTransport:
         keep: newest versions that stay.
         file_bytes: size of one safetensors file.
         timeout_s: longest time of any one call to an engine.
+        baseline: where only what has changed is to be written.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class DiskTransport:
         keep: int = 1,
         file_bytes: int = 1 << 30,
         timeout_s: float = 600.0,
+        baseline: Baseline | None = None,
     ) -> None:
         assert keep >= 1, "the version being served must stay"
         self.membership = Membership(targets, timeout_s)
@@ -68,6 +73,7 @@ class DiskTransport:
         self._keep = keep
         self._file_bytes = file_bytes
         self._count = itertools.count()
+        self._baseline = baseline
 
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
         """Bring every member to ``version``; see ``BroadcastTransport.publish``.
@@ -76,7 +82,12 @@ class DiskTransport:
             WeightUpdateError: as there.
             OSError: the version could not be written; every engine samples on as it was.
         """
-        return await self._update(self.membership, version, weights)
+        stream, holders = iter(weights), self.membership.changes
+        travelling = stream if self._baseline is None else self._baseline.against(stream, holders)
+        told = await self._update(self.membership, version, stream, travelling)
+        if self._baseline is not None:
+            self._baseline.settle(holders)
+        return told
 
     async def catch_up(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], targets: Sequence[WeightTarget]
@@ -86,19 +97,24 @@ class DiskTransport:
         Raises:
             WeightUpdateError, OSError: as there, and as for ``publish``.
         """
+        stream = iter(weights)
         with self.membership.catching_up(targets) as newcomers:
-            return await self._update(newcomers, version, weights)
+            return await self._update(newcomers, version, stream, stream)
 
     async def _update(
-        self, membership: Membership, version: int, weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        membership: Membership,
+        version: int,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        travelling: Iterator[tuple[str, Weight]],
     ) -> Mapping[str, float]:
+        """Write ``travelling``, which is made of ``weights``, and have it loaded; those are read to their end."""
         start = time.monotonic()
-        stream = iter(weights)
         try:
             membership.require()
-            place, size, mark = self._write(version, stream)
+            place, specs = self._write(version, travelling)
         finally:
-            deque(stream, maxlen=0)
+            deque(weights, maxlen=0)
         paused = time.monotonic()
         await membership.all("pause", lambda target: target.pause())
         await membership.all("load weights", lambda target: target.load_directory(str(place), version))
@@ -108,30 +124,29 @@ class DiskTransport:
         return {
             "seconds": end - start,
             "seconds_paused": end - paused,
-            "bytes": float(size),
-            "fingerprint": float(mark),
+            **sent(specs, self._baseline),
+            "fingerprint": float(fingerprint(specs)),
         }
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _write(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[Path, int, int]:
-        """The version's directory, complete, its size in bytes and its fingerprint."""
+    def _write(self, version: int, weights: Iterator[tuple[str, Weight]]) -> tuple[Path, list[TensorSpec]]:
+        """The version's directory, complete, and what is in it."""
         name = f"v{version:08d}.e{self._epoch:08d}.{next(self._count)}"
         hidden = self._directory / f".{name}{UNFINISHED}"
         hidden.mkdir(mode=0o700)
         files, specs = {}, list[TensorSpec]()
         for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu"), start=1):
             file = hidden / f"model-{number:05d}.safetensors"
-            _write_file(file, bucket)
-            files[file.name] = _describe(file, bucket)
+            files[file.name] = write_file(file, bucket)
             specs += bucket.specs
             advance("bytes written", files[file.name]["bytes"])
         publish_json(hidden / MANIFEST, {"version": version, "epoch": self._epoch, "files": files})
         place = self._directory / name
         hidden.rename(place)
         fsync_directory(self._directory)
-        return place, sum(entry["bytes"] for entry in files.values()), fingerprint(specs)
+        return place, specs
 
     def _remove_old(self) -> None:
         """Keep the newest versions; the rest goes, and so does what earlier attempts did not finish."""
@@ -143,15 +158,3 @@ class DiskTransport:
                 found.append(((not name.startswith("."), epoch, version, count), name))
         for _, name in sorted(found)[: -self._keep]:
             shutil.rmtree(self._directory / name)
-
-
-def _write_file(path: Path, bucket: Bucket) -> None:
-    from safetensors.torch import save_file
-
-    save_file(dict(unpack(bucket.buffer, bucket.specs)), path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _describe(path: Path, bucket: Bucket) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "crc32c": {spec.name: spec.checksum for spec in bucket.specs}}

@@ -13,12 +13,14 @@ import torch
 from embedded_process import embedded
 from tiny_models import make_model
 
-from areal_hpc.buckets import checksum, fingerprint, plan_buckets
+from areal_hpc.buckets import fingerprint, plan_buckets
+from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
 from areal_hpc.protocols import WeightTransport
 from areal_hpc.types import GenerationRequest, Sampling
+from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -40,12 +42,21 @@ def fleet(
         yield urls, {name: model.state_dict()[name].to(dtype) for name in sorted(names)}
 
 
-@pytest.fixture(params=["broadcast", "disk"])
+@pytest.fixture(params=["broadcast", "disk", "broadcast of changes", "disk of changes"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTransport:
-    if request.param == "broadcast":
+    changes = request.param.endswith("of changes")
+
+    def baseline() -> Baseline | None:
+        return Baseline(whole_every=3) if changes else None
+
+    if request.param.startswith("broadcast"):
         epochs.append(len(epochs))
-        return lambda targets: BroadcastTransport(targets, epoch=epochs[-1], bucket_bytes=20_000, timeout_s=30)
-    return lambda targets: DiskTransport(tmp_path / "weights", targets, epoch=1, file_bytes=50_000, timeout_s=30)
+        return lambda targets: BroadcastTransport(
+            targets, epoch=epochs[-1], bucket_bytes=20_000, timeout_s=30, baseline=baseline()
+        )
+    return lambda targets: DiskTransport(
+        tmp_path / "weights", targets, epoch=1, file_bytes=50_000, timeout_s=30, baseline=baseline()
+    )
 
 
 epochs: list[int] = []
@@ -92,9 +103,75 @@ def test_every_engine_holds_what_was_sent_bit_for_bit(fleet: tuple[list[str], We
                 assert set((await client.generate(request)).versions) == {version}
             assert re.search(r"gloo from 127\.0\.0\.1; host .*interfaces|files in /.*/weights", transport.route)
             assert 0 < told["seconds_paused"] <= told["seconds"]
-            assert told["bytes"] >= sum(value.nbytes for value in sent.values())
+            assert told["bytes"] + told.get("bytes_saved", 0) == sum(value.nbytes for value in sent.values())
             (whole,) = plan_buckets(sent.items(), 1 << 40)
             assert told["fingerprint"] == fingerprint(whole.specs)
+        await transport.close()
+
+    run(urls, scenario)
+
+
+def test_every_engine_holds_what_was_sent_when_little_of_it_has_changed(
+    fleet: tuple[list[str], Weights], make: MakeTransport
+) -> None:
+    """A few elements a step, infinities, NaNs and negative zeros among them; also after one engine was caught up."""
+    urls, weights = fleet
+    special = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40])
+    now = {name: value.clone() for name, value in weights.items()}
+    before = dict(weights)
+
+    async def scenario(clients: list[EngineClient]) -> list[float]:
+        transport = make(clients)
+        saved = []
+        for version in range(60, 66):
+            for value in now.values():
+                place = (7 * version) % value.numel()
+                value.view(-1)[place : place + 4] = special[: value.numel() - place].to(value.dtype)
+            if version == 63:
+                await transport.catch_up(62, before.items(), clients[:1])
+            told = await transport.publish(version, now.items())
+            saved.append(told.get("bytes_saved", 0.0))
+            before.update((name, value.clone()) for name, value in now.items())
+            for client in clients:
+                sums = await held(client)
+                assert {name: sums[name] for name in now} == {name: checksum(value) for name, value in now.items()}
+        await transport.publish(66, weights.items())
+        await transport.close()
+        return saved
+
+    saved = run(urls, scenario)
+    total = sum(value.nbytes for value in weights.values())
+    whole = [60, 63, 66] if any(saved) else range(60, 67)  # the first, the one after the newcomer, every third
+    for version, one in enumerate(saved, start=60):
+        assert one == 0 if version in whole else one > 0.9 * total
+
+
+def test_a_member_that_does_not_hold_what_the_trainer_believes_is_found_out(
+    fleet: tuple[list[str], Weights], make: MakeTransport, tmp_path: Path
+) -> None:
+    """Somebody else gave it other weights: a missed update is an error, and never silently wrong."""
+    urls, weights = fleet
+    other = scaled(weights, 3.0)
+    now = {name: value.clone() for name, value in weights.items()}
+
+    async def scenario(clients: list[EngineClient]) -> None:
+        transport = make(clients)
+        await transport.publish(70, now.items())
+        await DiskTransport(tmp_path / "other", clients[:1], epoch=1).publish(70, other.items())
+        for value in now.values():
+            value.view(-1)[:2] += 1
+        try:
+            told = await transport.publish(71, now.items())
+        except WeightUpdateError as error:
+            assert re.search("engine-0.*made against other weights", str(error))
+            assert (await stats(clients[0]))["quarantined"]
+            transport.membership.admit(clients[0])
+            told = await transport.publish(71, now.items())
+            assert told["bytes_saved"] == 0
+        assert told["bytes"] == sum(value.nbytes for value in now.values())
+        for client in clients:
+            sums = await held(client)
+            assert {name: sums[name] for name in now} == {name: checksum(value) for name, value in now.items()}
         await transport.close()
 
     run(urls, scenario)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_engine import spawned
 
-from areal_hpc.buckets import checksum
+from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.weights.broadcast import BroadcastTransport

@@ -16,8 +16,9 @@ from embedded_api import ENDLESS, GREEDY, LIMIT_S, PROMPT, Api, run, serving
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
-from areal_hpc.buckets import checksum, plan_buckets
+from areal_hpc.buckets import plan_buckets
 from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.delta import checksum
 from areal_hpc.types import GroupAddress
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.buckets import Bucket, checksum, dtype_named, fingerprint, plan_buckets, unpack
+from areal_hpc.buckets import Bucket, dtype_named, fingerprint, plan_buckets, unpack
+from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import TensorSpec
 

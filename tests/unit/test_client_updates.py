@@ -10,7 +10,8 @@ from driven import PROMPT, drive, request, until, update
 from fake_engine import FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.generation.client import EngineClient, PauseMode
+from areal_hpc.generation.capabilities import PauseMode
+from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import ATTEMPTS
 from areal_hpc.types import StopReason
 

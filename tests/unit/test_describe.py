@@ -167,6 +167,8 @@ generation.python: str
 generation.server_args: mapping
 weights.transport: broadcast | disk
 weights.bucket_mb: float
+weights.delta: bool
+weights.whole_every: int
 weights.min_mb_per_s: float
 evaluation.every_steps: int
 evaluation.at_start: bool

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_hpc.buckets import MANIFEST, checksum
+from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.weight_files import MANIFEST
 from areal_hpc.weights.disk import DiskTransport
 
 WEIGHTS = {"b": torch.arange(6.0).reshape(2, 3).t(), "a": torch.ones(4, dtype=torch.bfloat16), "empty": torch.empty(0)}

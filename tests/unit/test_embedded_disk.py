@@ -11,7 +11,7 @@ import torch
 from embedded_engines import FREE, PROMPT, MakeEngine, Models, complete, engines, one, two_models
 from safetensors.torch import load_file
 
-from areal_hpc.buckets import checksum
+from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE

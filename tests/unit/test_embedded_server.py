@@ -282,7 +282,11 @@ def test_the_state_routes_tell_what_runs(model: Path) -> None:
         await api.generate(sampling_params=GREEDY)
         for path in ("/server_info", "/get_server_info"):
             status, info = await api.get(path)
-            assert (status, info["version"], info["areal_hpc"]) == (200, "areal-embedded", {"checksums": True})
+            assert (status, info["version"], info["areal_hpc"]) == (
+                200,
+                "areal-embedded",
+                {"checksums": True, "deltas": True},
+            )
             assert (info["num_generated_tokens"], info["num_running"], info["num_waiting"]) == (12, 0, 0)
         for path in ("/model_info", "/get_model_info"):
             status, info = await api.get(path)

@@ -19,6 +19,8 @@ GROUND = {
     "waits",
     "collective",
     "buckets",
+    "delta",
+    "weight_files",
     "scorer",
     "protocols",
     "errors",

@@ -119,6 +119,15 @@ def test_no_proximal_forward_where_nobody_uses_it(method: ProximalMethod) -> Non
     assert all(batch.proximal is None for batch in itertools.chain.from_iterable(world.backend.trained))
 
 
+def test_a_steps_record_says_what_its_weights_came_to() -> None:
+    world = World(total_steps=1)
+    world.run()
+    assert {name: value for name, value in world.records[0].items() if name.startswith("weight_")} == {
+        "weight_bytes": 20.0,
+        "weight_bytes_saved": 60.0,
+    }
+
+
 def test_a_steps_reward_is_a_mean_over_episodes_not_over_branches() -> None:
     world = World(total_steps=2)
     assert world.workers is not None

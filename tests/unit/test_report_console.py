@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.report import LiveConsole
 from areal_hpc.report.progress import Progress
-from areal_hpc.report.text import duration
+from areal_hpc.report.text import duration, size
 from areal_hpc.telemetry import Record
 
 
@@ -176,6 +176,21 @@ def test_a_terminal_is_left_as_it_was_when_the_run_fails(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="lost"), LiveConsole(100, terminal):
         raise RuntimeError("lost")
     assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+def test_what_the_newest_weights_saved_is_told_where_only_changes_are_sent() -> None:
+    progress = Progress(100)
+    for saved, text in (({}, ""), ({"weight_bytes": 20, "weight_bytes_saved": 60}, ", 75% of its bytes saved")):
+        progress.feed(record("step", step=1, version=7, **saved))
+        assert progress.fields()["weights"] == f"version 7{text}"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5000 << 40, "5,000.0 TiB")],
+)
+def test_sizes(num_bytes: int | None, text: str) -> None:
+    assert size(num_bytes) == text
 
 
 def test_the_moving_mean_is_over_ten_steps() -> None:

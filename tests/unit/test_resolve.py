@@ -167,6 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
+    "check_delta": (
+        {"generation__backend": EngineName.SGLANG, "weights__delta": True},
+        "weights.delta: sglang takes whole tensors only; set it to false, or generation.backend=embedded",
+    ),
     "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),
     "check_lengths, overlong": ({"algorithm__overlong__tokens": 513}, "algorithm.overlong.tokens: a penalty zone"),
     "check_algorithm_settings, E14: a group of one": (

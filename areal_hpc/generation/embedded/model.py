@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
+from areal_hpc.delta import Weight, apply
 from areal_hpc.errors import DataError, WeightUpdateError
 from areal_hpc.generation.embedded.cache import KVCache
 from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies, read_architecture
@@ -94,31 +95,41 @@ class Model:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
-        """Copy tensors over the parameters of the same Hugging Face names, cast to the model's dtype.
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> frozenset[str]:
+        """Copy tensors over the parameters of the same Hugging Face names, cast to the model's dtype; apply deltas.
 
-        A tied model takes an ``lm_head.weight`` that equals its embedding. Returns the names of the loaded parameters;
-        ``missing`` says what a whole update still lacks.
+        A tied model takes a whole ``lm_head.weight`` that equals its embedding. Returns the names of the loaded
+        parameters; ``missing`` says what a whole update still lacks.
 
         Raises:
-            WeightUpdateError: unknown name, wrong shape, a name twice. Parameters before it have been replaced.
+            WeightUpdateError: unknown name, wrong shape, a name twice, a delta against something else. Parameters
+                before it have been replaced.
         """
         loaded: set[str] = set()
         head: torch.Tensor | None = None
         for name, tensor in weights:
             if name.endswith(DERIVED_SUFFIX):
                 continue
-            if name == HEAD and self.architecture.tied:
+            if name == HEAD and self.architecture.tied and isinstance(tensor, torch.Tensor):
                 head = tensor
                 continue
             self._check(name, tensor, loaded)
-            self.parameters[name].copy_(tensor)
+            self._replace(name, tensor)
             loaded.add(name)
         if head is not None and not torch.equal(head.to(self.dtype), self._embedding):
             raise WeightUpdateError(f"{HEAD} differs from the embedding that this model ties it to; send one of them")
         return frozenset(loaded)
 
-    def _check(self, name: str, tensor: torch.Tensor, loaded: set[str]) -> None:
+    def _replace(self, name: str, weight: Weight) -> None:
+        if isinstance(weight, torch.Tensor):
+            self.parameters[name].copy_(weight)
+            return
+        try:
+            apply(self.parameters[name], weight)
+        except WeightUpdateError as error:
+            raise WeightUpdateError(f"parameter {name!r}: {error}") from error
+
+    def _check(self, name: str, tensor: Weight, loaded: set[str]) -> None:
         if name not in self.parameters:
             raise WeightUpdateError(
                 f"the model has no parameter {name!r}; send Hugging Face names of this architecture"

@@ -5,7 +5,8 @@
     await runner.cleanup(); engine.close()
 
 Answers have SGLang's shapes: ``{success, message}`` with 200 or 400 for weights, ``{error: {message}}`` for a refused
-``/generate``. Ours besides: ``checksums`` in ``/update_weights_from_distributed``, and 503 while quarantined.
+``/generate``. Ours besides: ``checksums`` and ``nums_changed`` in ``/update_weights_from_distributed``, and 503 while
+quarantined.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class EngineRoutes:
         stats = self._scheduler.stats()
         info = {
             "version": VERSION,
-            "areal_hpc": {"checksums": True},
+            "areal_hpc": {"checksums": True, "deltas": True},
             "model_path": str(self._engine.model_path),
             "dtype": self._engine.dtype,
             "max_running_requests": self._engine.max_running,

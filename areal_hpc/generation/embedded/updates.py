@@ -15,7 +15,7 @@ checksum differs, the engine is quarantined: it serves nothing until a whole upd
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -23,15 +23,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from areal_hpc.buckets import MANIFEST, checksum, dtype_named, num_bytes
+from areal_hpc.buckets import dtype_named, num_bytes, unpack
 from areal_hpc.collective import interfaces, join_group, leave_group
+from areal_hpc.delta import Weight, checksum
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.fs import read_json
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
-from areal_hpc.pretrained.files import check_shapes, read_weights
+from areal_hpc.pretrained.files import check_shapes
 from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
+from areal_hpc.weight_files import read_update, shapes_in
 
 T = TypeVar("T")
 
@@ -130,9 +131,7 @@ class WeightUpdates:
     ) -> None:
         receive = _receive_flattened if flattened else _receive_each
         with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-            weights = receive(self._groups[group], specs)
-        if checked:
-            _check(weights, specs)
+            weights = receive(self._groups[group], specs, checked)
         twice = session.names & {spec.name for spec in specs}
         if twice:
             raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
@@ -168,11 +167,11 @@ class WeightUpdates:
             DataError: the directory does not hold this model; nothing has changed.
         """
         with self._turn:
-            check_shapes(directory, self._model.shapes)
+            check_shapes(directory, self._model.shapes, shapes_in(directory))
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
             num_unfinished = self._call(lambda: len(self._scheduler.unfinished))
-            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(_verified(directory))))
+            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(read_update(directory))))
             self._session = None
             self._serve(version, flush_cache=flush_cache, whole=True)
             return num_unfinished
@@ -228,61 +227,46 @@ class WeightUpdates:
             raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
 
 
-def _receive_flattened(group: dist.ProcessGroup, specs: Iterable[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
-    specs = list(specs)
-    sizes = [num_bytes(spec) for spec in specs]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+def _receive_flattened(
+    group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool
+) -> Sequence[tuple[str, Weight]]:
+    buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8)
     dist.broadcast(buffer, group=group, group_src=0)
-    pieces = zip(specs, buffer.split_with_sizes(sizes), strict=True)
-    return [(spec.name, piece.view(dtype_named(spec.dtype)).view(spec.shape)) for spec, piece in pieces]
+    return unpack(buffer, specs, checked=checked)
 
 
-def _receive_each(group: dist.ProcessGroup, specs: Iterable[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+def _receive_each(group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Sequence[tuple[str, Weight]]:
     weights = [(spec.name, torch.empty(spec.shape, dtype=dtype_named(spec.dtype))) for spec in specs]
-    for _, tensor in weights:
+    for (name, tensor), spec in zip(weights, specs, strict=True):
         dist.broadcast(tensor, group=group, group_src=0)
+        if checked and checksum(tensor) != spec.checksum:
+            raise WeightUpdateError(f"weight {name!r} arrived with other bytes than were sent (CRC-32C differs)")
     return weights
 
 
-def _verified(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in ``directory``; where a trainer wrote it for its engines, each is what it wrote.
-
-    Raises:
-        WeightUpdateError: it is not, so a disk or a network between has changed it; names the tensor.
-    """
-    if not (directory / MANIFEST).is_file():  # a model as Hugging Face has it
-        yield from read_weights(directory)
-        return
-    files = read_json(directory / MANIFEST)["files"].values()
-    sums = {name: crc for file in files for name, crc in file["crc32c"].items()}
-    for name, tensor in read_weights(directory):
-        if checksum(tensor) != sums.get(name):
-            raise WeightUpdateError(
-                f"weight {name!r} in {directory} has other bytes than the trainer wrote (CRC-32C differs)"
-            )
-        yield name, tensor
-
-
-def _check(weights: Iterable[tuple[str, torch.Tensor]], specs: Iterable[TensorSpec]) -> None:
-    for (name, tensor), spec in zip(weights, specs, strict=True):
-        if checksum(tensor) != spec.checksum:
-            raise WeightUpdateError(f"weight {name!r} arrived with other bytes than were sent (CRC-32C differs)")
-
-
 def specs_from(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], checksums: Sequence[int] | None
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    checksums: Sequence[int] | None,
+    nums_changed: Sequence[int | None] | None = None,
 ) -> tuple[TensorSpec, ...]:
     """One spec for each tensor of a request; without ``checksums`` their field means nothing.
 
     Raises:
-        WeightUpdateError: the lists differ in length or a dtype is unknown.
+        WeightUpdateError: the lists differ in length, a dtype is unknown, or there are deltas without checksums.
     """
+    if nums_changed is not None and checksums is None:
+        raise WeightUpdateError("a delta needs the checksum of what it makes; send checksums, or whole tensors")
+    nums_changed = [None] * len(names) if nums_changed is None else nums_changed
     checksums = [0] * len(names) if checksums is None else checksums
-    if not len(names) == len(dtypes) == len(shapes) == len(checksums):
-        raise WeightUpdateError("names, dtypes, shapes and checksums must have one entry for each tensor")
+    if not len(names) == len(dtypes) == len(shapes) == len(checksums) == len(nums_changed):
+        raise WeightUpdateError("names, dtypes, shapes, checksums and nums_changed must have one entry for each tensor")
     specs = tuple(
-        TensorSpec(name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape), checksum=crc)
-        for name, dtype, shape, crc in zip(names, dtypes, shapes, checksums, strict=True)
+        TensorSpec(
+            name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape), checksum=crc, num_changed=num_changed
+        )
+        for name, dtype, shape, crc, num_changed in zip(names, dtypes, shapes, checksums, nums_changed, strict=True)
     )
     for spec in specs:
         dtype_named(spec.dtype)

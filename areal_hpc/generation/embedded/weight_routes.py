@@ -73,7 +73,9 @@ class WeightRoutes:
         load_format = body.get("load_format")
         if load_format not in (None, FLATTENED):
             raise WeightUpdateError(f"load_format {load_format!r} is not known; use null or {FLATTENED}")
-        specs = specs_from(names, dtypes, shapes, body.get("checksums"))
+        if load_format is None and body.get("nums_changed") is not None:
+            raise WeightUpdateError(f"deltas come packed; send load_format {FLATTENED}")
+        specs = specs_from(names, dtypes, shapes, body.get("checksums"), body.get("nums_changed"))
         await self._run(
             lambda: self._updates.load_bucket(
                 body.get("group_name", DEFAULT_GROUP),

@@ -146,7 +146,7 @@ class Fleet:
 
     def _judge_speed(self, version: int, moved: Mapping[str, float]) -> None:
         """Say it once when weights crawl: over a management network everything works, and takes for ever."""
-        mib, seconds = moved["bytes"] / MIB, moved["seconds"]
+        mib, seconds = (moved["bytes"] + moved.get("bytes_saved", 0.0)) / MIB, moved["seconds"]
         if self._called_slow or seconds < SLOW_S or mib >= self._min_mb_per_s * seconds:
             return
         self._called_slow = True

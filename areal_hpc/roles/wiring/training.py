@@ -30,6 +30,7 @@ from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
 from areal_hpc.waits import waiting
+from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -180,8 +181,15 @@ def _make_archiver(process: RoleProcess) -> Archiver | None:
 
 def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> WeightTransport:
     config = process.config
+    baseline = Baseline(config.weights.whole_every) if config.weights.delta else None
     if config.weights.transport is TransportName.DISK:
-        return DiskTransport(process.run.weights, targets, epoch=process.epoch, timeout_s=config.limits.weight_update_s)
+        return DiskTransport(
+            process.run.weights,
+            targets,
+            epoch=process.epoch,
+            timeout_s=config.limits.weight_update_s,
+            baseline=baseline,
+        )
     from areal_hpc import accelerator
 
     # The embedded engine's tensors are on the CPU, wherever the trainer's are.
@@ -193,4 +201,5 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
         bucket_bytes=int(config.weights.bucket_mb * MIB),
         timeout_s=config.limits.weight_update_s,
         host=process.host,
+        baseline=baseline,
     )

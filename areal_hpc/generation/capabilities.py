@@ -1,0 +1,58 @@
+"""What an engine of SGLang's API can do, by its own account, and what follows for running requests in an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+FIRST_VERSION_WITH_SPANS = (0, 5, 19)
+"""The first SGLang whose answers say which weights sampled which tokens."""
+FIRST_VERSION_THAT_RETRACTS = (0, 5, 21)
+"""The first SGLang whose cache can be flushed while retracted requests wait; an older one refuses, or dies of it."""
+
+
+class PauseMode(StrEnum):
+    """What becomes of running requests, by SGLang's names for it."""
+
+    RETRACT = "retract"
+    """They wait and are computed anew. Only this forgets all that old weights have computed: SGLang shares prefixes
+    between requests, and while any runs its cache cannot be flushed, so that new requests would go on from old keys
+    and values under a new version's name."""
+    IN_PLACE = "in_place"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do beyond the oldest API, read once from its ``/server_info``."""
+
+    spans: bool
+    """It reports version spans, so that updates need not interrupt."""
+    retracts: bool
+    """It takes running requests back, and lets its cache be flushed meanwhile."""
+    checksums: bool
+    """It compares the CRC-32C of each tensor it receives."""
+    deltas: bool
+    """It takes what has changed of a tensor."""
+    quarantined: bool
+    """An update of it failed half-way; only our own engine says so."""
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any]) -> Capabilities:
+        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
+        numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
+        ours = info.get("areal_hpc") or {}
+        return cls(
+            spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
+            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
+            checksums=bool(ours.get("checksums")),
+            deltas=bool(ours.get("deltas")),
+            quarantined=bool(info.get("quarantined")),
+        )
+
+    def pause_mode(self) -> PauseMode:
+        if self.retracts:
+            return PauseMode.RETRACT
+        return PauseMode.IN_PLACE if self.spans else PauseMode.ABORT

@@ -1,0 +1,76 @@
+"""What the engines hold, bit for bit, on the trainer's rank 0: with it, an update sends only what has changed.
+
+    published  whole   delta   delta   ...   whole         every ``whole_every``-th update is whole whatever happens,
+                                                           and so is the first after anything went wrong:
+               an update failed, an engine was lost, came back, or was caught up
+
+Each tensor travels as a delta if that is shorter than the tensor. Whoever takes a delta proves by a checksum that it
+made of its tensor what the trainer has, so a member that does not hold what is believed here fails the update, loudly.
+
+The price is one copy of the weights in host memory, and reading both copies once for each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from areal_hpc.buckets import num_bytes, whole_bytes
+from areal_hpc.delta import Weight, difference
+from areal_hpc.types import TensorSpec
+
+
+class Baseline:
+    """The copy, and for whom it holds.
+
+    Args:
+        whole_every: of so many updates in a row at least one is whole.
+    """
+
+    def __init__(self, whole_every: int) -> None:
+        self._whole_every = whole_every
+        self._held: dict[str, torch.Tensor] = {}
+        self._holders: int | None = None
+        self._num_deltas = 0
+
+    def against(self, weights: Iterable[tuple[str, torch.Tensor]], holders: int) -> Iterator[tuple[str, Weight]]:
+        """``weights`` as they are to travel. Until ``settle`` says that they have arrived, nobody holds anything.
+
+        Args:
+            holders: which membership it is for: ``Membership.changes``.
+        """
+        whole = self._holders != holders or self._num_deltas + 1 >= self._whole_every
+        self._holders = None
+        self._num_deltas = 0 if whole else self._num_deltas + 1
+        return self._whole(weights) if whole else self._deltas(weights)
+
+    def settle(self, holders: int) -> None:
+        """Every engine of that membership holds, and serves, what ``against`` was last given."""
+        self._holders = holders
+
+    def _whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Weight]]:
+        for name, tensor in weights:
+            self._hold(name, tensor.detach())
+            yield name, tensor
+
+    def _deltas(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Weight]]:
+        for name, tensor in weights:
+            now = tensor.detach().cpu().contiguous()
+            delta = difference(self._held[name], now)
+            self._hold(name, now)
+            yield name, delta if delta.nbytes < tensor.nbytes else tensor
+
+    def _hold(self, name: str, now: torch.Tensor) -> None:
+        held = self._held.get(name)
+        if held is None:
+            self._held[name] = torch.empty(now.shape, dtype=now.dtype, device="cpu").copy_(now)
+        else:
+            held.copy_(now)
+
+
+def sent(specs: Sequence[TensorSpec], baseline: Baseline | None) -> dict[str, float]:
+    """How many ``bytes`` of weights ``specs`` are, and, with a baseline, how many ``bytes_saved`` that means."""
+    num = sum(map(num_bytes, specs))
+    saved = {} if baseline is None else {"bytes_saved": float(sum(map(whole_bytes, specs)) - num)}
+    return {"bytes": float(num), **saved}
