@@ -256,6 +256,7 @@ class TrainerBackend(Protocol):
     backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
     write = backend.snapshot()                      # this rank's state in host memory; training may go on
     write(directory)                                # later, in any thread, durable when it returns; then the next one
+    backend.complete(directory)                     # on rank 0, in any thread, once all ranks have written theirs
     backend.load(directory)                         # what all ranks wrote, random streams last
     """
 
@@ -277,6 +278,8 @@ class TrainerBackend(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     def snapshot(self) -> Callable[[Path], None]: ...
+
+    def complete(self, directory: str) -> None: ...
 
     def load(self, directory: str) -> None: ...
 

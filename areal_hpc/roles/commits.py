@@ -7,7 +7,8 @@
 One atomic commit holds all state of the run. What is in it, and what is not and why:
 
     model, both Adam moments, in float32        model.safetensors, optimizer.safetensors, by rank 0: data-parallel ranks
-                                                hold the same bits, so any number of ranks may load them
+                                                hold the same bits, so any number of ranks may load them; of a model
+                                                that is split, shards/, of which each rank writes its share
     optimizer step, number of updates           trainer.json. The learning rate is a function of the step and has no
                                                 state; masters are float32, so there is no gradient scaler
     random streams of every rank                streams-RANK.json: Python, numpy, torch and the device's own
@@ -144,6 +145,7 @@ class Commits:
             write(place)
             publish(place / CONFIG, dump(process.config).encode())
             checkpoint.await_parts(place, range(1, self._ranks.size), process.config.limits.checkpoint_s)
+            self._backend.complete(str(place))
             archived()
 
         checkpoint.write(

@@ -1,7 +1,8 @@
 """``areal-hpc export``: a checkpoint as a Hugging Face directory, from files alone; the run need not be living.
 
-    checkpoint of the surviving history ──> the trainer's backend, on the CPU ──> save_pretrained, in the names and
+    checkpoint of the surviving history ──> the reference backend, on the CPU ──> save_pretrained, in the names and
     model.path: architecture, tokenizer ──>                                       shapes of the model's own family
+    ... that several ranks have written ──> one weight after the other, without any model, in the same names
 
 What is written are the weights as the engines served them: rounded to ``model.dtype``, while the checkpoint holds the
 float32 masters as well. The directory appears whole or not at all.
@@ -17,7 +18,7 @@ from pathlib import Path
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import history
 from areal_hpc.config.load import load
-from areal_hpc.config.schema import Config, ParallelConfig
+from areal_hpc.config.schema import Config, ParallelConfig, TrainerBackendName
 from areal_hpc.errors import CheckpointError, DataError
 from areal_hpc.fs import RunDir
 from areal_hpc.types import WeightVersion
@@ -85,9 +86,14 @@ def find(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
 
 def _write(config: Config, source: Path, target: Path) -> None:
     from areal_hpc.roles.wiring.training import make_backend
+    from areal_hpc.training.export import write_checkpoint
     from areal_hpc.training.ranks import Ranks
+    from areal_hpc.training.shards import SHARDS, policy_weights
 
-    alone = replace(config.trainer, ranks=1, parallel=ParallelConfig())  # a checkpoint fits any number of ranks
-    backend = make_backend(replace(config, trainer=alone), Ranks())
+    if (source / SHARDS).is_dir():
+        write_checkpoint(policy_weights(source / SHARDS, config.model.dtype), Path(config.model.path), target)
+        return
+    alone = replace(config.trainer, ranks=1, backend=TrainerBackendName.REFERENCE, parallel=ParallelConfig())
+    backend = make_backend(replace(config, trainer=alone), Ranks())  # its checkpoint fits any number of ranks
     backend.load(str(source))
     backend.export(str(target))

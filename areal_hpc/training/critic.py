@@ -118,8 +118,8 @@ class Critic:
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy masters and moments to host memory; what is returned writes them. See ``ReferenceBackend.snapshot``."""
-        masters = self._host_masters.take(self._optimizer.masters)
-        moments = self._host_moments.take(self._optimizer.state_dict())
+        masters = self._host_masters.take(self._optimizer.masters.items())
+        moments = self._host_moments.take(self._optimizer.state_dict().items())
         progress = {"num_updates": self._optimizer.num_updates}
 
         def write(path: Path) -> None:

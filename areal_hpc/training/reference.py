@@ -44,6 +44,7 @@ from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
+from areal_hpc.training.shards import MASTER, SHARDS, ShardFiles
 from areal_hpc.training.snapshot import HostCopy, write_tensors
 from areal_hpc.training.updates import account, loss_divisors, loss_inputs, microbatch_stats, reduced, sums
 from areal_hpc.types import Batch, Float32Array
@@ -243,8 +244,8 @@ class ReferenceBackend:
         rank, streams = self._ranks.rank, rng_state(self._device)
         if not self._ranks.leads:
             return lambda path: publish_json(path / _streams_name(rank), streams)
-        masters = self._host_masters.take(self._optimizer.masters)
-        moments = self._host_moments.take(self._optimizer.state_dict())
+        masters = self._host_masters.take(self._optimizer.masters.items())
+        moments = self._host_moments.take(self._optimizer.state_dict().items())
         progress = {"step": self._step, "num_updates": self._optimizer.num_updates, "kl_coef": self.kl_coef}
         write_critic = None if self._critic is None else self._critic.snapshot()
 
@@ -266,12 +267,9 @@ class ReferenceBackend:
         """
         path = Path(directory)
         if not (path / "trainer.json").is_file():
-            raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of the reference backend")
+            raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
-        masters, moments = (
-            load_file(path / name, backend="pread")  # mapped, a bad disk would be a SIGBUS
-            for name in ("model.safetensors", "optimizer.safetensors")
-        )
+        masters, moments = _shards_of(path) if (path / SHARDS).is_dir() else _files_of(path)
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
         if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
@@ -284,6 +282,9 @@ class ReferenceBackend:
         else:
             self._seed_rank()  # a rank that was not there when this was saved
 
+    def complete(self, directory: str) -> None:
+        """Nothing: each rank's files are whole."""
+
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint directory, tokenizer included; rank 0 does."""
         if not self._ranks.leads:
@@ -292,6 +293,19 @@ class ReferenceBackend:
         add_what_older_readers_need(Path(directory) / "config.json")
         copy_tokenizer(self._source, Path(directory))
         follow_umask(Path(directory))
+
+
+def _files_of(path: Path) -> list[dict[str, Tensor]]:
+    """Weights and moments as this backend saves them; read, since of a mapped file a bad disk would be a SIGBUS."""
+    return [load_file(path / f"{name}.safetensors", backend="pread") for name in ("model", "optimizer")]
+
+
+def _shards_of(path: Path) -> list[dict[str, Tensor]]:
+    """The same of what the ranks of a split model have saved."""
+    files = ShardFiles(path / SHARDS)
+    named = {name: files.read(name) for name in files.shapes}
+    masters = {name.removeprefix(MASTER): named.pop(name) for name in list(named) if name.startswith(MASTER)}
+    return [masters, named]
 
 
 def _streams_name(rank: int) -> str:

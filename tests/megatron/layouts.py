@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,10 @@ def pool() -> Iterator[Run]:
                 host="127.0.0.1", port=store.port, name="ranks", world_size=world_size, backend="gloo"
             )
             futures = [processes.submit(_enter, address, rank, parallel, function, args) for rank in range(world_size)]
-            return [future.result(timeout=TIMEOUT_S) for future in futures]
+            done, _ = wait(futures, timeout=TIMEOUT_S, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises what the first rank met, and not that the others waited for it in vain
+            return [future.result(timeout=0) for future in futures]
 
         yield run
 

@@ -47,6 +47,9 @@ class Backend:
 
         return write
 
+    def complete(self, directory: str) -> None:
+        """Nothing: one number is whole."""
+
 
 class Reader:
     """A ring that notes what it is told to be durable."""

@@ -28,7 +28,7 @@ def tensors() -> dict[str, Tensor]:
 
 def test_what_is_taken_does_not_change_with_what_it_was_taken_from() -> None:
     live = tensors()
-    taken = HostCopy().take(live)
+    taken = HostCopy().take(live.items())
     for tensor in live.values():
         tensor.add_(1)
     assert all(torch.equal(taken[name], tensor) for name, tensor in tensors().items() if name != "b")
@@ -37,9 +37,9 @@ def test_what_is_taken_does_not_change_with_what_it_was_taken_from() -> None:
 
 def test_C24_every_save_uses_the_same_memory() -> None:
     copy, live = HostCopy(), tensors()
-    first = {name: tensor.data_ptr() for name, tensor in copy.take(live).items()}
+    first = {name: tensor.data_ptr() for name, tensor in copy.take(live.items()).items()}
     live["a"].add_(1)
-    again = copy.take(live)
+    again = copy.take(live.items())
     assert {name: tensor.data_ptr() for name, tensor in again.items()} == first
     assert torch.equal(again["a"], live["a"])
 
@@ -61,7 +61,7 @@ def save_twice(spare: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     copy = HostCopy()
     for _ in range(2):
-        write_tensors(copy.take(state), Path(sys.argv[1]) / "state")
+        write_tensors(copy.take(state.items()), Path(sys.argv[1]) / "state")
 
 
 try:

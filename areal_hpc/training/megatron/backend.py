@@ -8,10 +8,9 @@
     backend.weights()                       what the engines load, gathered weight by weight
 
 Loss, gradient norm and weights are those of ``reference.py`` on any layout; only rounding differs. Ranks that hold
-parts of one copy of the model are given the same sequences: ``data_ranks`` are those among which sequences are dealt. A
-checkpoint has the files of the reference backend: it can be loaded on any other layout, and each backend goes on from
-the other's where both hold the same tensors (all but mixtures of experts). Left out: critics, LoRA, activation
-recomputation, and checkpoints that are not gathered in the memory of rank 0's host first.
+parts of one copy of the model are given the same sequences: ``data_ranks`` are those among which sequences are dealt.
+Of a checkpoint every rank writes a part, and any other layout loads it; each backend goes on from the other's where
+both hold the same tensors (all but mixtures of experts). Left out: LoRA.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from areal_hpc.algorithms import table
 from areal_hpc.algorithms.kl import adapted
@@ -42,14 +39,15 @@ from areal_hpc.pretrained.files import TensorFiles, weight_files
 from areal_hpc.training.export import write_checkpoint
 from areal_hpc.training.forward import parts
 from areal_hpc.training.megatron.model import build
-from areal_hpc.training.megatron.optimizer import MOMENTS, SplitOptimizer
+from areal_hpc.training.megatron.optimizer import SplitOptimizer
 from areal_hpc.training.megatron.parallel import Place, enter_groups
 from areal_hpc.training.megatron.requirements import check_model
 from areal_hpc.training.megatron.schedule import Passes
+from areal_hpc.training.megatron.state import SplitState
 from areal_hpc.training.megatron.weights import Weights
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.schedule import learning_rate
-from areal_hpc.training.snapshot import write_tensors
+from areal_hpc.training.shards import SHARDS, join_shards, write_shards
 from areal_hpc.training.updates import account, loss_divisors, loss_inputs, microbatch_stats, reduced, sums
 from areal_hpc.types import Batch, Float32Array
 
@@ -96,6 +94,7 @@ class MegatronBackend:
         self._optimizer = SplitOptimizer(self._chunks, trainer.optimizer, self._dtype)
         for parameter, part in self._weights.cut(TensorFiles(weight_files(self._source)).read):
             self._optimizer.set_master(parameter, part)
+        self._state = SplitState(self._weights, self._optimizer)
         self.kl_coef = algorithm.kl.coef
         reference = reference_of(algorithm)
         self._reference = None if reference is None else self._frozen(architecture, reference)
@@ -203,33 +202,26 @@ class MegatronBackend:
         return self._weights.whole(lambda parameter: parameter.detach(), self._dtype)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Gather masters and moments in the host memory of rank 0, which then writes them; see ``ReferenceBackend``.
+        """Copy this rank's share of masters and moments to host memory; see ``ReferenceBackend``. Collective.
 
-        Collective. Other ranks have nothing to write.
+        Every rank writes its own share.
         """
-        masters = self._in_host_memory(self._optimizer.master)
-        moments: dict[str, Tensor] = {}
-        for moment in MOMENTS:
-            of_weights = self._in_host_memory(partial(self._optimizer.moment, moment))
-            moments |= {f"{moment}.{name}": tensor for name, tensor in of_weights.items()}
+        shards, rank = self._state.take(), self._ranks.rank
         progress = {"step": self._step, "num_updates": self._optimizer.num_updates, "kl_coef": self.kl_coef}
-        if not self._ranks.leads:
-            return lambda path: None
 
         def write(path: Path) -> None:
-            write_tensors(masters, path / "model.safetensors")
-            write_tensors(moments, path / "optimizer.safetensors")
-            publish_json(path / "trainer.json", progress)
+            write_shards(shards, path / SHARDS, rank)
+            if rank == 0:
+                publish_json(path / "trainer.json", progress)
 
         return write
 
-    def _in_host_memory(self, of: Callable[[Parameter], Tensor]) -> dict[str, Tensor]:
-        """On rank 0 the whole tensors; the others only take part."""
-        whole = self._weights.whole(of, torch.float32)
-        return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self._ranks.leads}
+    def complete(self, directory: str) -> None:
+        """Make one state of what all ranks have written."""
+        join_shards(Path(directory) / SHARDS, self._ranks.size)
 
     def load(self, directory: str) -> None:
-        """Continue from a checkpoint of any layout; every rank reads what it holds of.
+        """Continue from a checkpoint of any layout, or of the reference backend; every rank reads what it holds of.
 
         Raises:
             CheckpointError: the directory is not a trainer's, or holds another model.
@@ -238,13 +230,11 @@ class MegatronBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
-        masters, moments = (TensorFiles([path / f"{name}.safetensors"]) for name in ("model", "optimizer"))
-        _require_same(masters.names, frozenset(self._weights.names), path)
-        for parameter, part in self._weights.cut(masters.read):
-            self._optimizer.set_master(parameter, part)
-        first, second = (self._weights.cut(partial(_read_moment, moments, moment)) for moment in MOMENTS)
-        for (parameter, mean), (_, square) in zip(first, second, strict=True):
-            self._optimizer.set_moments(parameter, (mean, square), progress["num_updates"])
+        if (path / SHARDS).is_dir():
+            self._state.load(path / SHARDS, progress["num_updates"])
+        else:
+            files = (TensorFiles([path / f"{name}.safetensors"]) for name in ("model", "optimizer"))
+            self._state.load_whole(*files, num_updates=progress["num_updates"], path=path)
         self._step = progress["step"]
         if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
             self.kl_coef = progress.get("kl_coef") or self.kl_coef  # 0 was off: nothing to go on from
@@ -255,15 +245,3 @@ class MegatronBackend:
             write_checkpoint(self.weights(), self._source, Path(directory))
         else:
             deque(self.weights(), maxlen=0)
-
-
-def _read_moment(files: TensorFiles, moment: str, name: str) -> Tensor:
-    return files.read(f"{moment}.{name}")
-
-
-def _require_same(found: frozenset[str], expected: frozenset[str], path: Path) -> None:
-    if found != expected:
-        names = sorted(found ^ expected)
-        raise CheckpointError(
-            f"{path} is of another model: {len(names)} names differ, first {names[0]}; check model.path"
-        )

@@ -29,6 +29,7 @@ from areal_hpc.errors import ConfigError
 from areal_hpc.training.megatron.requirements import require_megatron
 
 MODULES = (
+    "megatron.core.dist_checkpointing",
     "megatron.core.distributed",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",

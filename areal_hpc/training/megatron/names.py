@@ -4,6 +4,7 @@
     weight.names                                    ("model.layers.4.self_attn.q_proj.weight", k_proj, v_proj)
     cut(weight, tensors, shape, ranks, rank)        whole tensors in these names -> the part of one rank
     joined(weight, parts, shape)                    the parts of all ranks -> whole tensors in these names
+    slices(weight, shapes, shape, ranks, rank)      which slices of the whole tensors one rank's part is made of
 
 Every value is copied and none computed with, so there and back is bit for bit the same. Pure.
 """
@@ -43,6 +44,25 @@ class Weight:
     names: tuple[str, ...]
     split: Split
     expert: int | None = None  # which one's it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A piece of a whole tensor, and where a rank has it in its part of the weight."""
+
+    name: str
+    dim: int  # of rows or of columns
+    start: int  # the first of them in the whole tensor
+    places: Tensor  # int64 [N], of each in the rank's part
+    whole: tuple[int, ...]  # shape of the tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.whole[: self.dim], self.places.numel(), *self.whole[self.dim + 1 :])
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return tuple(self.start if dim == self.dim else 0 for dim in range(len(self.whole)))
 
 
 _LAYER: Final = r"decoder\.layers\.(?P<layer>\d+)\."
@@ -112,8 +132,8 @@ def cut(weight: Weight, tensors: Sequence[Tensor], model: Architecture, ranks: i
         case Split.GATED:
             return torch.cat([tensor.chunk(ranks)[rank] for tensor in tensors])
         case Split.ATTENTION:
-            groups = [_groups(tensor, model).chunk(ranks)[rank] for tensor in tensors]
-            return torch.cat(groups, 1).flatten(0, 1)
+            # With fewer keys than ranks a part begins and ends within a group: Megatron cuts all of them alike.
+            return torch.cat([_groups(tensor, model) for tensor in tensors], 1).flatten(0, 1).chunk(ranks)[rank]
 
 
 def joined(weight: Weight, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
@@ -131,6 +151,33 @@ def joined(weight: Weight, parts: Sequence[Tensor], model: Architecture) -> list
         case Split.ATTENTION:
             sizes = [size // model.num_kv_heads for size in model.qkv_sizes]
             return [part.flatten(0, 1) for part in torch.split(_groups(torch.cat(list(parts)), model), sizes, 1)]
+
+
+def slices(
+    weight: Weight, shapes: Sequence[tuple[int, ...]], model: Architecture, ranks: int, rank: int
+) -> list[Slice]:
+    """What the rank's part is made of; rows that only make shares equal are in none of them.
+
+    Found by cutting the numbers of the rows (or columns) as the weight itself is cut.
+
+    Args:
+        shapes: of the whole tensors, in the order of ``weight.names``.
+    """
+    dim = 1 if weight.split is Split.INPUTS else 0
+    sizes = [shape[dim] for shape in shapes]
+    numbers = torch.arange(1, 1 + sum(sizes))  # 0 is what ``cut`` fills up with
+    columns = [part.view((-1, 1) if dim == 0 else (1, -1)) for part in torch.split(numbers, sizes)]
+    mine = cut(weight, columns, model, ranks, rank).flatten()
+    places = mine.argsort(stable=True)[int((mine == 0).sum()) :]
+    found, first = [], 1
+    for name, shape, size in zip(weight.names, shapes, sizes, strict=True):
+        of_name = places[(mine[places] >= first) & (mine[places] < first + size)]
+        if of_name.numel():
+            start = int(mine[of_name[0]]) - first
+            assert int(mine[of_name[-1]]) - first - start == of_name.numel() - 1, f"{name} is in several pieces"
+            found.append(Slice(name=name, dim=dim, start=start, places=of_name, whole=shape))
+        first += size
+    return found
 
 
 def _groups(tensor: Tensor, model: Architecture) -> Tensor:

@@ -5,15 +5,15 @@
     ... forward and backward through optimizer.chunks ...   their gradients are summed over ranks by Megatron
     norm = optimizer.step(lr)                               changes nothing where the norm is not finite
 
-Each data-parallel rank keeps masters and moments of one range of every weight that it holds. ``master`` and ``moment``
-put the ranges together again, in this rank's part of the weight, and the setters take such parts apart: bit for bit, so
+Each data-parallel rank keeps masters and moments of one range of every weight that it holds. ``gathered`` puts the
+ranges together again on one of these ranks, the weight's keeper, and the setters take such parts apart: bit for bit, so
 what was saved on one layout goes on from the same numbers on any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from torch.nn import Parameter
 from areal_hpc.collective import meeting
 from areal_hpc.config.schema import OptimizerConfig
 
+MASTER = "master"
+"""The float32 weight itself, among what is kept of it,"""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""and what AdamW knows of its gradients."""
 
 
 class SplitOptimizer:
@@ -99,13 +102,36 @@ class SplitOptimizer:
         self.num_updates += 1
         return norm
 
-    def master(self, parameter: Parameter) -> Tensor:
-        """This rank's part of the float32 weight, of the parameter's shape. Collective."""
-        return self._put_together(parameter, "param")
+    def keepers(self, parameters: Iterable[Parameter]) -> dict[Parameter, int]:
+        """Which of its data-parallel ranks is to keep each of the parameters, so that all get about equally many bytes.
 
-    def moment(self, name: str, parameter: Parameter) -> Tensor:
-        """The same of one of the ``MOMENTS``; zeros before the first update."""
-        return self._put_together(parameter, name)
+        All those ranks give the same answer to the same parameters: largest first, to who has the fewest.
+        """
+        loads: dict[Any, list[int]] = {}
+        found: dict[Parameter, int] = {}
+        for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+            group = self._groups[parameter]
+            load = loads.setdefault(group, [0] * group.size())
+            found[parameter] = load.index(min(load))
+            load[found[parameter]] += parameter.numel()
+        return found
+
+    @torch.no_grad()
+    def gathered(self, what: str, parameter: Parameter, keeper: int) -> Tensor | None:
+        """On the keeper, its part of the float32 master or of one of the moments, of the parameter's shape; None on
+        the other data-parallel ranks. Collective over them. Moments are zeros before the first update.
+        """
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if parameter in self._owners:
+            main, span = self._range(parameter)
+            state = {MASTER: main, **self._owners[parameter].optimizer.state.get(main, {})}
+            if what in state:
+                whole[span] = state[what].detach()
+        group = self._groups[parameter]
+        if group.size() > 1:
+            with meeting("the ranges of a weight", group):  # of integers: of floats, -0.0 + 0.0 would be 0.0
+                dist.reduce(whole.view(torch.int32), group=group, group_dst=keeper)
+        return whole.view(parameter.shape) if group.rank() == keeper else None
 
     @torch.no_grad()
     def set_master(self, parameter: Parameter, part: Tensor) -> None:
@@ -115,18 +141,20 @@ class SplitOptimizer:
             main, span = self._range(parameter)
             main.copy_(part.reshape(-1)[span])
 
-    def set_moments(self, parameter: Parameter, parts: Sequence[Tensor], num_updates: int) -> None:
-        """Continue from other moments, in the order of ``MOMENTS``."""
-        self.num_updates = num_updates
+    def set_moment(self, name: str, parameter: Parameter, part: Tensor) -> None:
+        """Give this rank its range of one of the ``MOMENTS``; afterwards call ``go_on``."""
         if parameter in self._owners:
             main, span = self._range(parameter)
-            self._owners[parameter].optimizer.state[main] = {
-                "step": torch.tensor(float(num_updates)),  # one tensor each: AdamW counts them up in place
-                **{
-                    name: part.reshape(-1)[span].to(main.device, torch.float32, copy=True)
-                    for name, part in zip(MOMENTS, parts, strict=True)
-                },
-            }
+            own = part.reshape(-1)[span].to(main.device, torch.float32, copy=True)
+            self._owners[parameter].optimizer.state[main][name] = own
+
+    def go_on(self, num_updates: int) -> None:
+        """Continue from the moments that were set as those after so many updates."""
+        self.num_updates = num_updates
+        for parameter, inner in self._owners.items():
+            main, _ = self._range(parameter)
+            assert set(inner.optimizer.state[main]) - {"step"} == set(MOMENTS), "a weight was left without its moments"
+            inner.optimizer.state[main]["step"] = torch.tensor(float(num_updates))  # one each: counted up in place
 
     def _range(self, parameter: Parameter) -> tuple[Tensor, slice]:
         """The float32 weights that this rank optimises of the flattened parameter, and which of it they are."""
@@ -134,20 +162,6 @@ class SplitOptimizer:
         group, place = inner.model_param_group_index_map[parameter]
         span = inner._get_model_param_range_map(parameter)["param"]
         return inner.optimizer.param_groups[group]["params"][place], slice(span.start, span.end)
-
-    @torch.no_grad()
-    def _put_together(self, parameter: Parameter, what: str) -> Tensor:
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if parameter in self._owners:
-            main, span = self._range(parameter)
-            state = {"param": main, **self._owners[parameter].optimizer.state.get(main, {})}
-            if what in state:
-                whole[span] = state[what].detach()
-        group = self._groups[parameter]
-        if group.size() > 1:
-            with meeting("the ranges of a weight", group):  # of integers: of floats, -0.0 + 0.0 would be 0.0
-                dist.all_reduce(whole.view(torch.int32), group=group)
-        return whole.view(parameter.shape)
 
 
 def _held_by(inner: Any) -> Iterator[Parameter]:

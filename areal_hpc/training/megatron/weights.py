@@ -3,6 +3,7 @@
     weights = Weights(chunks, architecture, place)
     for parameter, part in weights.cut(read): ...   read(name) gives a whole tensor; a rank asks for what it holds of
     for name, tensor in weights.whole(of): ...      of(parameter) gives this rank's part of what is wanted
+    for parameter, slices in weights.held(): ...    which slices of the whole tensors this rank's parts are made of
 
 ``whole`` is collective and gives every rank all tensors in one order, sorted by name, the same bytes for every layout.
 Of each weight one stage (and, of an expert, one expert-parallel rank) has the parts: they are gathered over its
@@ -13,7 +14,7 @@ later, such as the query and value projections until the output projection has g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,18 @@ from torch.nn import Parameter
 
 from areal_hpc.collective import meeting
 from areal_hpc.pretrained.architecture import Architecture
-from areal_hpc.training.megatron.names import EMBEDDING, HEAD, Weight, cut, first_layer, joined, weight_of
+from areal_hpc.training.megatron.names import (
+    EMBEDDING,
+    HEAD,
+    Slice,
+    Split,
+    Weight,
+    cut,
+    first_layer,
+    joined,
+    slices,
+    weight_of,
+)
 from areal_hpc.training.megatron.parallel import Place
 from areal_hpc.training.ranks import Ranks
 
@@ -97,6 +109,29 @@ class Weights:
     def names(self) -> list[str]:
         """Of all tensors of the model, sorted."""
         return sorted(name for names in self._homes for name in names)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all whole tensors of the model, by name."""
+        return {
+            name: shape for names, home in self._homes.items() for name, shape in zip(names, home.shapes, strict=True)
+        }
+
+    def held(self) -> Iterator[tuple[Parameter, list[Slice]]]:
+        """This rank's parameters, each with the slices that it is made of."""
+        shapes = self.shapes
+        copies = [(replace(weight_of("output_layer.weight"), names=(EMBEDDING,)), copy) for copy in self._copies]
+        for weight, parameter in [*self._local.values(), *copies]:
+            group = self._group(weight)
+            whole = [shapes[name] for name in weight.names]
+            yield parameter, slices(weight, whole, self._architecture, group.size(), group.rank())
+
+    def kept(self) -> Iterator[tuple[Parameter, list[Slice]]]:
+        """Those of ``held`` that this rank's data-parallel group is to save: of what several have, one has it here."""
+        elsewhere = set(self._copies)
+        if self._place.tensor.rank() > 0:
+            elsewhere |= {parameter for weight, parameter in self._local.values() if weight.split is Split.WHOLE}
+        return ((parameter, of_whole) for parameter, of_whole in self.held() if parameter not in elsewhere)
 
     def cut(self, read: Callable[[str], Tensor]) -> Iterator[tuple[Parameter, Tensor]]:
         """This rank's parameters, each with its part of what ``read`` gives for its names; one in memory at a time."""
