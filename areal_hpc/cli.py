@@ -392,13 +392,9 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from areal_hpc.cluster.environment import allocation, in_job
-    from areal_hpc.config.cluster import Shape
     from areal_hpc.roles.evaluation import evaluate
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
     _find_beside()
-    config = _resolved(options.config)
-    job = allocation(os.environ) if in_job(os.environ) and config.cluster.shape is not Shape.LOCAL else None
-    return evaluate(config, options.checkpoint, options.step, options.out, sys.stdout, job=job)
+    return evaluate(_resolved(options.config), options.checkpoint, options.step, options.out, sys.stdout)

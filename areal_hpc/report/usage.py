@@ -17,9 +17,12 @@ from areal_hpc.report.summary import Summary
 from areal_hpc.report.text import count, duration, number, percent
 from areal_hpc.roles.job import jobs_of
 from areal_hpc.roles.stopping import ALIVE
+from areal_hpc.telemetry import RecordReader
 
 HOUR_S = 3600.0
 JOULES_PER_KWH = 3.6e6
+LAST_BYTES = 1 << 12
+"""Enough of an engine's records for one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Usage:
     """All attempts of a run, oldest first."""
 
     attempts: Sequence[AttemptUse]
+    engines_idle_share: float | None = None
+    """Of the time that engines served, in which they had nothing to do; None of a run without engines."""
     energy_j: int | None = None
     """Joules of all jobs, where Slurm's accounts were asked and know it."""
 
@@ -64,6 +69,7 @@ class Usage:
             "gpu_hours": gpu_hours,
             "outside_steps_share": max(0.0, 1 - steps_s / held_s) if held_s else None,
             "trainer_idle_share": max(0.0, 1 - busy_s / held_s) if held_s else None,
+            "engines_idle_share": self.engines_idle_share,
             "tokens_per_gpu_hour": tokens / total if total else None,
             "energy_kwh": None if self.energy_j is None else self.energy_j / JOULES_PER_KWH,
             "attempts": {str(one.epoch): one.text() for one in self.attempts},
@@ -93,7 +99,19 @@ def usage_of(run: RunDir, summary: Summary, *, ask: bool) -> Usage | None:
         rows = []
     energies = [row.energy_j for row in rows if not row.step and row.energy_j is not None]
     uses = [_use(run, attempt.epoch, summary, rows) for attempt in run.all_attempts()]
-    return Usage(attempts=uses, energy_j=sum(energies) if energies else None)
+    return Usage(attempts=uses, engines_idle_share=_engines_idle(run), energy_j=sum(energies) if energies else None)
+
+
+def _engines_idle(run: RunDir) -> float | None:
+    """From the last record of each engine in each attempt; of one that was replaced, its last process speaks."""
+    last = {
+        (record.epoch, record.index): record
+        for attempt in run.all_attempts()
+        for record in RecordReader(attempt.telemetry, ("generator",), last_bytes=LAST_BYTES).poll()
+    }
+    up_s = sum(record.number("up_s") or 0.0 for record in last.values())
+    busy_s = sum(record.number("busy_s") or 0.0 for record in last.values())
+    return 1 - busy_s / up_s if up_s else None
 
 
 def _use(run: RunDir, epoch: int, summary: Summary, rows: Sequence[Accounted]) -> AttemptUse:
@@ -129,7 +147,10 @@ def usage_rows(usage: Usage, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((name, ", ".join(f"{component} {number(hours)}" for component, hours in facts[key].items())))
     if facts["trainer_idle_share"] is not None:
         outside = percent(facts["outside_steps_share"])
-        idle = f"trainer {percent(facts['trainer_idle_share'])} of the time, {outside} of it all outside of steps"
+        engines = facts["engines_idle_share"]
+        others = "" if engines is None else f", engines {percent(engines)}"
+        trainer = percent(facts["trainer_idle_share"])
+        idle = f"trainer {trainer} of the time{others}; {outside} of it all outside of steps"
         rows.append(("idle", idle))
     if facts["tokens_per_gpu_hour"] is not None:
         rows.append(("efficiency", f"{count(facts['tokens_per_gpu_hour'])} tokens trained per GPU-hour"))

@@ -13,7 +13,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from areal_hpc.cluster.containers import python_on_nodes, wrapping
 from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.probe import clock_ahead_s
 from areal_hpc.config.cluster import Shape
@@ -201,10 +201,10 @@ def _devices() -> Iterator[Finding]:
 
 def _nodes(config: Config, directory: Path) -> Iterator[Finding]:
     """One probe on every node of the job; each connects to a port here."""
-    python = config.cluster.python or sys.executable
+    around, python = wrapping(config.cluster.container, gpus=0), python_on_nodes(config.cluster)
     with _listener("") as port:  # under which address srun's host is known, only a step is told
-        words = ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", python, "-m", "areal_hpc.cluster.probe"]
-        asked = _call([*words, str(directory), str(port)], STEP_S)
+        words = ["srun", "--ntasks-per-node=1", "--overlap", "--mpi=none", *around.srun, *around.words, python]
+        asked = _call([*words, "-m", "areal_hpc.cluster.probe", str(directory), str(port)], STEP_S)
     if asked.returncode:
         yield Finding(name="nodes", verdict="wrong", found=f"a step failed: {asked.stderr.strip()}", advice="see srun")
     for line in sorted(line for line in asked.stdout.splitlines() if line.startswith("{")):

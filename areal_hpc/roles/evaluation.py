@@ -12,13 +12,14 @@ configuration, so that one checkpoint can be measured in many ways, and many che
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import history
-from areal_hpc.cluster.environment import Allocation
+from areal_hpc.cluster.environment import allocation, in_job
 from areal_hpc.config.cluster import ClusterConfig, ComponentConfig, Shape, inherited
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.resolve import resolve
@@ -32,15 +33,14 @@ from areal_hpc.roles.launcher import run_local
 log = logging.getLogger(__name__)
 
 
-def evaluate(
-    config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO, *, job: Allocation | None = None
-) -> int:
+def evaluate(config: Config, what: Path, step: int | None, out: Path | None, stream: TextIO) -> int:
     """Evaluate the run or Hugging Face directory ``what`` into the new run directory ``out``.
+
+    In a Slurm job, and with a shape of one, its nodes are used; one that Slurm has requeued begins again in ``out``.
 
     Args:
         step: of the run's checkpoint; the newest, if None.
         out: beside the configuration's own run directory, if None.
-        job: on whose nodes, instead of this machine; one that Slurm has requeued begins again in the same directory.
 
     Returns:
         the exit code of ``run_local``, EXIT_FAILED also where not one sample succeeded.
@@ -49,6 +49,8 @@ def evaluate(
         RunDirError: ``out`` exists.
         UserError, RoleDied: as ``evaluation_config`` and ``run_local``.
     """
+    has_job = in_job(os.environ) and config.cluster.shape is not Shape.LOCAL
+    job = allocation(os.environ) if has_job else None
     config = evaluation_config(config, what.resolve(), step, out, num_nodes=job.num_nodes if job else 0)
     root = Path(config.run_root) / config.name
     again = job is not None and job.continues

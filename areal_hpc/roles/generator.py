@@ -7,6 +7,7 @@ brought it to the run's weight version: rollout workers get no ticket until then
 from __future__ import annotations
 
 import asyncio
+import time
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
@@ -22,7 +23,7 @@ def main(process: RoleProcess) -> int:
 
 
 async def _serve(process: RoleProcess) -> None:
-    """Serve, and record the load once a second.
+    """Serve, and record the load once a second: so of a run of weeks the last line tells how long it was at work.
 
     Raises:
         GenerationError: the engine has ended, or it does not answer.
@@ -31,8 +32,13 @@ async def _serve(process: RoleProcess) -> None:
         process.publish_endpoint({"url": engine.url})
         process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
+        began = looked = time.monotonic()
+        busy_s = 0.0
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
             if not engine.alive():
                 raise GenerationError(f"the engine of {process.name} has ended; see the log above")
-            process.recorder.record("generation", await engine.load())
+            load = await engine.load()
+            before, looked = looked, time.monotonic()
+            busy_s += looked - before if load["running"] else 0.0
+            process.recorder.record("generation", {**load, "busy_s": busy_s, "up_s": looked - began})

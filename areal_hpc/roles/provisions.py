@@ -15,6 +15,9 @@ INDEX = "model.safetensors.index.json"
 
 def missing(config: Config) -> Iterator[str]:
     """What is not there, a sentence each, which ends with what to do."""
+    image = config.cluster.container.image
+    if image.startswith("/") and not Path(image).exists():
+        yield f"there is no {image}; set cluster.container.image to a file that all nodes see"
     if not (config.model.maker and not Path(config.model.path).exists()):
         yield from missing_of_model(Path(config.model.path))
     if config.replay.run:

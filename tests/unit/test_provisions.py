@@ -34,6 +34,15 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(("image", "is_there"), [("/images/run.sif", False), ("docker:me/run:1", True)])
+def test_an_image_that_is_a_file_has_to_be_there(image: str, is_there: bool) -> None:
+    words = ["cluster.shape=het", "cluster.container.runtime=apptainer", f"cluster.container.image={image}"]
+    said = list(missing(resolve(load([QUICKSTART], words))))
+    assert said == (
+        [] if is_there else [f"there is no {image}; set cluster.container.image to a file that all nodes see"]
+    )
+
+
 def test_a_whole_checkpoint_lacks_nothing(model: Path) -> None:
     assert list(missing_of_model(model)) == []
 

@@ -35,6 +35,13 @@ def attempt(run: RunDir, epoch: int, state: str, seconds: float, restarts: int) 
     values: dict[str, Any] = {"step": epoch, "seconds_step": 20.0, "seconds_wait": 5.0, "tokens_trained": 600}
     record = Record(time=BEGAN + seconds, role="trainer", index=0, epoch=epoch, kind="step", values=values)
     made.records("trainer", 0).write_bytes(to_line(record))
+    for index, at_work_s in ((0, 12.0), (1, 3.0)):  # of 20 s each; earlier records are of less
+        loads = [{"busy_s": share * at_work_s, "up_s": share * 20.0} for share in (0.25, 1.0)]
+        lines = [
+            to_line(Record(time=BEGAN, role="generator", index=index, epoch=epoch, kind="generation", values=load))
+            for load in loads
+        ]
+        made.records("generator", index).write_bytes(b"".join(lines))
 
 
 @pytest.fixture
@@ -60,6 +67,8 @@ def test_hours_and_shares_by_hand(run: RunDir) -> None:
     assert facts["gpu_hours"] == {"generation": 8 * 90 / 3600}
     assert facts["outside_steps_share"] == pytest.approx(1 - 40 / 90)
     assert facts["trainer_idle_share"] == pytest.approx(1 - 30 / 90)
+    assert facts["engines_idle_share"] == pytest.approx(1 - 15 / 40)
+    assert rows["idle"] == "trainer 67% of the time, engines 62%; 56% of it all outside of steps"
     assert facts["tokens_per_gpu_hour"] == pytest.approx(1200 / 0.2)
     assert rows["node-hours"] == "generation 0.05, trainer 0.025"
     assert rows["GPU-hours"] == "generation 0.2"
