@@ -70,7 +70,7 @@ class ChatRenderer:
         if taken := self._own_arguments & set(options or {}):  # "tokenize", "chat_template" and their like
             raise DataError(f"template arguments {sorted(taken)} are not the template's own; leave them out")
         how = {**(options or {}), "tools": list(tools) or None, "add_generation_prompt": header}
-        return as_token_ids(self._templated(messages, **how))
+        return self.encode(self._templated(messages, **how))
 
     def text(self, messages: Sequence[Message], *, header: bool) -> str:
         """The conversation as the template writes it, with the header of the assistant's next turn or without.
@@ -78,22 +78,24 @@ class ChatRenderer:
         Raises:
             DataError: as ``render``.
         """
-        text = self._templated(messages, add_generation_prompt=header, tokenize=False)
-        assert isinstance(text, str)
-        return text
+        return self._templated(messages, add_generation_prompt=header)
 
-    def _templated(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _templated(self, messages: Sequence[Message], **options: Any) -> str:
+        """The conversation as text, which is tokenized by itself: that is faster than to have the template do both,
+        and the same whether transformers would give a list or (from version 5) a mapping."""
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
         try:
             with self._lock:
-                return self._tokenizer.apply_chat_template(conversation, **options)
+                text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except (TemplateError, TypeError) as error:  # a template that adds None to a text raises the latter
             roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"the chat template of {self._path} refuses messages with roles {roles}: {error}"
             ) from error
+        assert isinstance(text, str)
+        return text
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a plain text; special tokens that it spells are those tokens.
@@ -106,7 +108,7 @@ class ChatRenderer:
                 ids = self._tokenizer.encode(text, add_special_tokens=False, truncation=False)
         except TypeError as error:
             raise DataError(f"the text cannot be encoded: {error}") from error
-        return tuple(int(token) for token in ids)
+        return tuple(ids)
 
     def spelled(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` with its special tokens, since some models write tool calls with them."""
@@ -124,12 +126,6 @@ class ChatRenderer:
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-def as_token_ids(rendered: Any) -> tuple[int, ...]:
-    """The ids in what ``apply_chat_template`` returns: a list, or (transformers 5) a mapping."""
-    ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
-    return tuple(int(token) for token in ids)
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -69,8 +69,10 @@ class Call:
         self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
         self.place = placed(session, ask, dialect)
         self._reading = self._read_as(dialect.written)
-        context = self.place.context + self._dialogue.encode(self._reading.prefix)
-        self.place = replace(self.place, context=context)
+        if self._reading.prefix:
+            context = self.place.context + self._dialogue.encode(self._reading.prefix)
+            self.place = replace(self.place, context=context)
+        context = self.place.context
         self._room = session.max_tokens - len(context)
         if self._room < 1:
             raise Refused(

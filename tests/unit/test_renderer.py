@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import BatchEncoding
 
-from areal_hpc.dialogue.renderer import ChatRenderer, as_token_ids
+from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import DataError
 
 CHATML = (
@@ -113,10 +112,12 @@ def test_G12_end_of_turn_tokens_come_as_a_number_a_list_or_not_at_all(
     assert ChatRenderer(path).eos_token_ids == wanted
 
 
-def test_G14_a_template_answers_with_a_mapping_or_a_list() -> None:
-    assert as_token_ids([1, 2, 3]) == (1, 2, 3)
-    assert as_token_ids({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}) == (1, 2, 3)
-    assert as_token_ids(BatchEncoding({"input_ids": [1, 2, 3]})) == (1, 2, 3)
+def test_G14_ids_are_those_that_transformers_gives_as_a_mapping_or_a_list(tmp_path: Path) -> None:
+    path = make_model(tmp_path)
+    reference, rendered = AutoTokenizer.from_pretrained(path), ChatRenderer(path).render(CHAT)
+    mapping = reference.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)
+    assert rendered == tuple(mapping["input_ids"])
+    assert rendered == tuple(reference.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False))
 
 
 def test_G11_a_prompt_may_contain_the_padding_token(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_the_tokenizer_file_alone_renders_as_the_automatic_class_does(tmp_path: 
     path = make_model(tmp_path)
     reference = AutoTokenizer.from_pretrained(path)
     rendered = ChatRenderer(path).render(CHAT)
-    assert rendered == as_token_ids(reference.apply_chat_template(CHAT, add_generation_prompt=True))
+    assert rendered == tuple(reference.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"])
     assert ChatRenderer(path).decode(rendered) == reference.decode(list(rendered), skip_special_tokens=True)
 
 

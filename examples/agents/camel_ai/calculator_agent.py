@@ -57,7 +57,5 @@ class CalculatorAgent:
         )
         agent = ChatAgent(model=model, tools=[FunctionTool(calculator)], max_iteration=4)
         response = await agent.astep(data["messages"][-1]["content"])
-        text = response.msgs[0].content
-        if self._stream:
-            text = "".join([part.msgs[0].content async for part in response])
-        return reward(text, data["answer"])
+        parts = [part async for part in response] if self._stream else [response]
+        return reward("".join(part.msgs[0].content for part in parts), data["answer"])

@@ -1,7 +1,8 @@
 """mini-swe-agent: a shell, and nothing else. Its prompts are long: give it a real model.
 
     pip install mini-swe-agent
-    PYTHONPATH=examples/agents/mini_swe_agent areal-hpc run YOUR_CONFIG.yaml agent.python=calculator_agent:CalculatorAgent
+    PYTHONPATH=examples/agents/mini_swe_agent areal-hpc run YOUR_CONFIG.yaml \\
+        agent.python=calculator_agent:CalculatorAgent
 
 It runs what the model writes as you: train it in a container, or with an environment of ``minisweagent.environments``
 that is one.
