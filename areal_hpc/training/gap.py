@@ -1,7 +1,8 @@
 """Do trainer and engines compute the same function? Measured at every step, on tokens of the weights it starts from.
 
-Of a token that these very weights have sampled, behaviour and proximal log-prob differ by numerics only: rounding, or a
-mistake that no loss curve shows for days. Of older tokens they differ by what was learned since, so those say nothing.
+Of an answer that these very weights have sampled, behaviour and proximal log-probs differ by numerics only: rounding,
+or a mistake that no loss curve shows for days. Of older tokens they differ by what was learned since, and so do those
+that follow older ones in the same answer: the engine goes on from keys and values that the older weights have left.
 
     stats = fresh_gap(part, version_now)
     watch = GapWatch(limit, suspects(config))
@@ -19,10 +20,11 @@ import torch
 
 from areal_hpc.algorithms.stats import Stats, max_of, mean_of
 from areal_hpc.config.schema import Config, Dtype
+from areal_hpc.training.forward import sequence_of_token
 from areal_hpc.types import Batch
 
 FRESH, FRESH_MAX = "logprob_gap_fresh", "logprob_gap_fresh_max"
-"""Statistics of a step: mean and largest |behaviour - proximal| of tokens that the proximal weights have sampled."""
+"""Statistics of a step: mean and largest |behaviour - proximal| of answers that the proximal weights sampled alone."""
 JUMP = 10.0
 """So many times the usual gap is not the same cause any more."""
 RARE = 200.0
@@ -37,7 +39,10 @@ def fresh_gap(batch: Batch, version_now: int) -> Stats:
     """
     if batch.proximal is None:
         return {}
-    fresh = torch.from_numpy(batch.loss_mask & (batch.versions == version_now - 1) & np.isfinite(batch.behaviour))
+    sequence = sequence_of_token(batch)
+    others = sequence[(batch.versions >= 0) & (batch.versions != version_now - 1)]
+    whole = batch.loss_mask & (batch.versions >= 0) & ~np.isin(sequence, others)
+    fresh = torch.from_numpy(whole & np.isfinite(batch.behaviour))
     gap = torch.from_numpy(batch.behaviour - batch.proximal).abs()
     return {FRESH: mean_of(gap, fresh), FRESH_MAX: max_of(gap, fresh)}
 

@@ -21,16 +21,18 @@ def gap(mean: float, largest: float | None = None) -> dict[str, float]:
     return {FRESH: mean, FRESH_MAX: 3 * mean if largest is None else largest}
 
 
-def test_only_tokens_of_the_weights_that_the_step_starts_from_are_measured() -> None:
-    """Six tokens of versions 3, 2, 3, none, 3 and 3 in the step that makes version 4; the last is no number."""
+def test_only_answers_of_the_weights_that_the_step_starts_from_are_measured() -> None:
+    """In the step that makes version 4: an answer of version 3 with a token that nobody sampled and one without a
+    number; one of version 2; and one that weights 3 went on with, from what weights 2 had left in the cache.
+    """
     batch = Batch(
-        token_ids=np.zeros(6, np.int32),
-        loss_mask=np.array([True, True, True, False, True, True]),
-        behaviour=np.array([-1.0, -9.0, -2.0, 0.0, -1.5, -np.inf], np.float32),
-        versions=np.array([3, 2, 3, -1, 3, 3], np.int32),
-        advantages=np.ones(6, np.float32),
-        boundaries=np.array([0, 6], np.int32),
-        proximal=np.array([-1.25, -1.0, -2.0, 0.0, -1.0, -1.0], np.float32),
+        token_ids=np.zeros(10, np.int32),
+        loss_mask=np.array([True, True, False, True, True, True, True, False, True, True]),
+        behaviour=np.array([-1.0, -2.0, 0.0, -1.5, -np.inf, -9.0, -9.0, 0.0, -5.0, -6.0], np.float32),
+        versions=np.array([3, 3, -1, 3, 3, 2, 2, -1, 2, 3], np.int32),
+        advantages=np.ones(10, np.float32),
+        boundaries=np.array([0, 5, 7, 10], np.int32),
+        proximal=np.array([-1.25, -2.0, 0.0, -1.0, -1.0, -1.0, -1.0, 0.0, -1.0, -1.0], np.float32),
     )
     told = finish(fresh_gap(batch, 4))
     assert told[FRESH] == pytest.approx((0.25 + 0.0 + 0.5) / 3)
