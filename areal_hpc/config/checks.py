@@ -25,7 +25,7 @@ from areal_hpc.config.engines import OWN_ARGUMENTS
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
-from areal_hpc.config.schema import Config, EngineName, RolloutConfig, TrainerBackendName
+from areal_hpc.config.schema import Config, EngineName, Recompute, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
@@ -123,19 +123,10 @@ def check_reference_backend(config: Config) -> Iterator[str]:
             "trainer.backend: reference is data-parallel only, but trainer.parallel splits the model; "
             "set trainer.backend=megatron, or every size of trainer.parallel to 1"
         )
-
-
-def check_megatron_backend(config: Config) -> Iterator[str]:
-    recipe = RECIPES.get(config.algorithm.name)  # another check names one that is unknown
-    if config.trainer.backend is TrainerBackendName.MEGATRON and recipe is not None and recipe.critic:
+    if trainer.backend is TrainerBackendName.REFERENCE and trainer.recompute is not Recompute.NONE:
         yield (
-            f"trainer.backend: megatron has no critic yet, which algorithm.name {config.algorithm.name} needs; set "
-            "trainer.backend=reference, or choose an algorithm without a critic"
-        )
-    if config.trainer.backend is TrainerBackendName.MEGATRON and is_offline(config.algorithm):
-        yield (
-            f"trainer.backend: megatron does not learn from data sets yet, as algorithm.name {config.algorithm.name} "
-            "does; set trainer.backend=reference"
+            f"trainer.recompute: reference keeps every activation, so {trainer.recompute} does nothing; set it to "
+            "none, or trainer.backend=megatron"
         )
 
 
@@ -345,7 +336,6 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_trainer_ranks,
     check_virtual_pipeline,
     check_reference_backend,
-    check_megatron_backend,
     check_engine_ranks,
     check_server_args,
     check_delta,

@@ -44,6 +44,7 @@ RANGES: Final[Mapping[str, str]] = {
     "trainer.optimizer.min_lr": "[0, inf)",
     "trainer.tokens_per_microbatch": "[1, inf)",
     "trainer.threads": "[1, inf)",
+    "trainer.gap_alarm": "[0, inf)",
     "seed": "[0, 4294967296)",
     "buffer.max_staleness": "[0, inf)",
     "buffer.segment_mb": "(0, inf)",

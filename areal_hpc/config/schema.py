@@ -44,6 +44,12 @@ class TrainerBackendName(StrEnum):
     MEGATRON = "megatron"
 
 
+class Recompute(StrEnum):
+    NONE = "none"
+    ATTENTION = "attention"
+    LAYERS = "layers"
+
+
 class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -210,11 +216,15 @@ class TrainerConfig:
     """AdamW and its schedule."""
     tokens_per_microbatch: int = 8192
     """Token budget of one forward and backward on one rank."""
+    recompute: Recompute = Recompute.NONE
+    """What backward computes again instead of forward keeping it: `attention`, or whole `layers`; `megatron` only."""
     threads: int = 1
     """CPU threads of one trainer process."""
     torchrun_variables: bool = False
     """Give the trainer's ranks RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, for code of
     yours that enters a group by them; LOCAL_RANK counts the devices that a rank sees, which on a cluster is its own."""
+    gap_alarm: float = 0.05
+    """Warn where trainer and engines differ by more, in nats a token, on what the same weights sampled; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

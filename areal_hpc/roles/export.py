@@ -91,7 +91,8 @@ def _write(config: Config, source: Path, target: Path) -> None:
     from areal_hpc.training.shards import SHARDS, policy_weights
 
     if (source / SHARDS).is_dir():
-        write_checkpoint(policy_weights(source / SHARDS, config.model.dtype), Path(config.model.path), target)
+        weights, scorer = policy_weights(source / SHARDS, config.model.dtype), config.algorithm.name == "reward_model"
+        write_checkpoint(weights, Path(config.model.path), target, scorer=scorer)
         return
     alone = replace(config.trainer, ranks=1, backend=TrainerBackendName.REFERENCE, parallel=ParallelConfig())
     backend = make_backend(replace(config, trainer=alone), Ranks())  # its checkpoint fits any number of ranks

@@ -32,6 +32,7 @@ from areal_hpc.roles.wiring.training import (
     make_fetch,
     make_trainer_side,
 )
+from areal_hpc.training.gap import GapWatch, suspects
 from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupRef, TrainedStep, TrajectoryGroup, WeightVersion
@@ -129,6 +130,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         workers=[] if offline else [f"rollout-{index}" for index in range(config.rollout.workers)],
         record=process.recorder.record,
         archive=member.archive if config.archive.every_steps else None,
+        gap_watch=GapWatch(config.trainer.gap_alarm, suspects(config)).look,
         evaluate=HeldOut(process, member.ranks, member.backend).measure if measured else no_evaluation,
     )
 

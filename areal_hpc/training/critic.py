@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -29,11 +28,20 @@ from areal_hpc.errors import CheckpointError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.training.forward import forward, parts, trained_sequences
 from areal_hpc.training.optimizer import Optimizer
+from areal_hpc.training.ranks import Ranks
+from areal_hpc.training.shards import read_whole
 from areal_hpc.training.snapshot import HostCopy, write_tensors
+from areal_hpc.training.updates import each_update, reduced
 from areal_hpc.types import Batch, Float32Array
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+VALUE_HEAD = "value_head"
+"""Name of the layer that makes values of states."""
+CRITIC_FILES = ("critic.safetensors", "critic_optimizer.safetensors")
+CRITIC_SHARDS = "critic_shards"
+"""Where a checkpoint has masters and moments: of one rank, or of several that hold parts."""
 
 
 class Critic:
@@ -58,8 +66,9 @@ class Critic:
         self._head = nn.Linear(decoder.config.hidden_size, 1, device=self._device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        named = [("value_head." + name, parameter) for name, parameter in self._head.named_parameters()]
-        self._optimizer = Optimizer([*decoder.named_parameters(), *named], optimizer, dtype)
+        of_decoder = [(f"model.{name}", parameter) for name, parameter in decoder.named_parameters()]
+        of_head = [(f"{VALUE_HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters()]
+        self._optimizer = Optimizer([*of_decoder, *of_head], optimizer, dtype)
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
 
     @torch.no_grad()
@@ -89,32 +98,20 @@ class Critic:
         Returns:
             The statistics of this rank's micro-batches, and the norm of each update's gradient.
         """
-        stats: list[Stats] = []
-        norms: list[float] = []
-        for batch, total in zip(minibatches, totals, strict=True):
-            if total == 0:
-                continue
+
+        def update(batch: Batch, divisor: int) -> tuple[list[Stats], float]:
             self._optimizer.zero_grad()
-            stats += [self._backward(part, total) for part, _ in parts(batch, self._budget)]
+            stats = [self._backward(part, divisor) for part, _ in parts(batch, self._budget)]
             self._optimizer.reduce(self._group)
-            norms.append(self._optimizer.step(lr * self._config.lr_scale))
-        return stats, [norm for norm in norms if math.isfinite(norm)]
+            return stats, self._optimizer.step(lr * self._config.lr_scale)
+
+        return each_update(minibatches, totals, totals, update)
 
     def _backward(self, batch: Batch, total: int) -> Stats:
-        assert batch.values is not None, "the critic's values are missing from the batch"
-        assert batch.returns is not None, "returns are missing from the batch"
-        mask = batch.loss_mask
-        values = self._value(forward(self._decoder, batch, self._device).before(mask))
-        before, returns = (torch.from_numpy(x[mask]).to(self._device) for x in (batch.values, batch.returns))
-        loss, clipped = value_loss(values, before, returns, self._config.value_clip)
-        (loss.sum() / total).backward()  # type: ignore[no-untyped-call]
-        every = torch.ones_like(clipped)
-        return {
-            "value_loss": mean_of(loss, every),
-            "value_mean": mean_of(values, every),
-            "return_mean": mean_of(returns, every),
-            "value_clip_fraction": fraction_of(clipped, every),
-        }
+        values = self._value(forward(self._decoder, batch, self._device).before(batch.loss_mask))
+        losses, stats = value_losses(values, batch, self._config.value_clip)
+        (losses.sum() / total).backward()  # type: ignore[no-untyped-call]
+        return stats
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy masters and moments to host memory; what is returned writes them. See ``ReferenceBackend.snapshot``."""
@@ -123,8 +120,8 @@ class Critic:
         progress = {"num_updates": self._optimizer.num_updates}
 
         def write(path: Path) -> None:
-            write_tensors(masters, path / "critic.safetensors")
-            write_tensors(moments, path / "critic_optimizer.safetensors")
+            for tensors, name in zip((masters, moments), CRITIC_FILES, strict=True):
+                write_tensors(tensors, path / name)
             publish_json(path / "critic.json", progress)
 
         return write
@@ -137,7 +134,32 @@ class Critic:
         """
         if not (path / "critic.json").is_file():
             raise CheckpointError(f"{path} has no critic; it is of an algorithm without one, so start a new run")
-        files = ("critic.safetensors", "critic_optimizer.safetensors")
-        masters, moments = (load_file(path / name, backend="pread") for name in files)
+        masters, moments = read_whole(path, CRITIC_SHARDS, CRITIC_FILES)
         progress: Mapping[str, int] = read_json(path / "critic.json")
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
+
+
+def value_losses(values: Tensor, batch: Batch, clip: float) -> tuple[Tensor, Stats]:
+    """The critic's losses of a micro-batch, one for each trainable token, and their statistics.
+
+    Args:
+        values: float32 [N] with gradient, of the states before the trainable tokens.
+    """
+    assert batch.values is not None, "the critic's values are missing from the batch"
+    assert batch.returns is not None, "returns are missing from the batch"
+    mask = batch.loss_mask
+    before, returns = (torch.from_numpy(x[mask]).to(values.device) for x in (batch.values, batch.returns))
+    losses, clipped = value_loss(values, before, returns, clip)
+    every = torch.ones_like(clipped)
+    return losses, {
+        "value_loss": mean_of(losses, every),
+        "value_mean": mean_of(values, every),
+        "return_mean": mean_of(returns, every),
+        "value_clip_fraction": fraction_of(clipped, every),
+    }
+
+
+def critic_account(stats: Sequence[Stats], norms: Sequence[float], ranks: Ranks) -> dict[str, float]:
+    """What a step tells of the critic: over all ranks, and the mean norm of the gradients that were applied."""
+    applied = [norm for norm in norms if math.isfinite(norm)]
+    return {**reduced(stats, ranks), "value_grad_norm": sum(applied) / len(applied) if applied else math.nan}

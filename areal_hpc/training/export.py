@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,11 +58,19 @@ def follow_umask(directory: Path) -> None:
 
 
 def write_checkpoint(
-    weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES
+    weights: Iterable[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    *,
+    scorer: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face checkpoint directory: ``weights`` in files of about ``shard_bytes``, the rest as ``source``.
 
     At most one file's tensors are in memory at a time.
+
+    Args:
+        scorer: whether it is a reward model: a sequence classifier with one label, in transformers' words.
     """
     target.mkdir(parents=True, exist_ok=True)
     file_of: dict[str, int] = {}
@@ -79,12 +88,19 @@ def write_checkpoint(
         index = {"metadata": {"total_size": num_bytes}, "weight_map": {name: names[n] for name, n in file_of.items()}}
         publish_json(target / "model.safetensors.index.json", index)
     (dtype,) = dtypes
-    publish_json(target / "config.json", {**read_json(source / "config.json"), "dtype": dtype, "torch_dtype": dtype})
+    config = {**read_json(source / "config.json"), "dtype": dtype, "torch_dtype": dtype}
+    publish_json(target / "config.json", {**config, **(_one_label(config) if scorer else {})})
     add_what_older_readers_need(target / "config.json")
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
     copy_tokenizer(source, target)
     follow_umask(target)
+
+
+def _one_label(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a classifier's ``config.json`` says in place of a language model's."""
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
+    return {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -106,6 +106,8 @@ class TrainingLoop:
     """Bring those engines up to date."""
     archive: Callable[[TrainedStep], None] | None = None
     """Takes what each step is made of; on every rank or, where there is no archive, on none. Rank 0's has effect."""
+    gap_watch: Callable[[int, Mapping[str, float]], str | None] = lambda step, stats: None
+    """Says what is wrong where trainer and engines do not compute the same."""
     evaluate: Callable[[int], None] = no_evaluation
     """Measures held-out data by the weights of a step, where that is due; collective."""
     clock: Callable[[], float] = time.monotonic
@@ -283,6 +285,9 @@ class TrainingLoop:
         ring = self.reader.stats()
         trained = sum(sum(ref.lengths) for ref in refs)
         busy = self.seconds["train"] + 1e-9
+        if problem := self.gap_watch(self.step, stats):
+            log.warning("%s", problem)
+            self.record("alarm", {"step": self.step, "problem": problem})
         self.record(
             "step",
             {

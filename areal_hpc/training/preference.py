@@ -8,19 +8,17 @@ The loss is a mean over the pairs of all ranks. Both answers of a pair are in on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from areal_hpc.algorithms.preferences import pair_margins, pair_stats, policy_margins
+from areal_hpc.algorithms.preferences import pair_margins
 from areal_hpc.algorithms.stats import Stats
-from areal_hpc.algorithms.table import find
 from areal_hpc.scorer import load_scorer, scores
-from areal_hpc.training.forward import forward, sequence_of_token
+from areal_hpc.training.forward import forward
 from areal_hpc.training.reference import ReferenceBackend
-from areal_hpc.training.updates import sums
+from areal_hpc.training.updates import answer_margins, pair_losses
 from areal_hpc.types import Batch
 
 
@@ -29,26 +27,11 @@ class PreferenceBackend(ReferenceBackend):
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Stats]:
         """One loss for each pair."""
-        pair_loss = find(self._algorithm.name).pair_loss
-        assert pair_loss is not None, f"{self._algorithm.name} is not of pairs"
-        margins = self._margins(batch)
-        losses = pair_loss(margins, self._algorithm)
-        return losses, pair_stats(margins.detach(), losses)
+        return pair_losses(self._margins(batch), self._algorithm)
 
     def _margins(self, batch: Batch) -> Tensor:
         """float64 [P]"""
-        assert batch.reference is not None, "the reference's log-probs are missing from the batch"
-        logprobs, _ = self._forward(self._model, batch)
-        mask = self._tensor(batch.loss_mask)
-        return policy_margins(
-            current=logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs),
-            reference=self._tensor(batch.reference),
-            mask=mask,
-            segments=self._tensor(sequence_of_token(batch)),
-        )
-
-    def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
-        return sums([batch.num_sequences // 2 for batch in minibatches], self._ranks)
+        return answer_margins(batch, self._forward(self._model, batch)[0])
 
 
 class RewardModelBackend(PreferenceBackend):

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -37,16 +36,16 @@ from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
-from areal_hpc.training.critic import Critic
+from areal_hpc.training.critic import Critic, critic_account
 from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer, follow_umask
 from areal_hpc.training.forward import forward, parts
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.training.schedule import learning_rate
-from areal_hpc.training.shards import MASTER, SHARDS, ShardFiles
+from areal_hpc.training.shards import FILES, SHARDS, read_whole
 from areal_hpc.training.snapshot import HostCopy, write_tensors
-from areal_hpc.training.updates import account, loss_divisors, loss_inputs, microbatch_stats, reduced, sums
+from areal_hpc.training.updates import account, each_update, loss_divisors, reduced, sums, token_losses
 from areal_hpc.types import Batch, Float32Array
 
 if TYPE_CHECKING:
@@ -171,16 +170,15 @@ class ReferenceBackend:
         """
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
         totals = sums([batch.num_trainable for batch in minibatches], self._ranks)
-        divisors = self._divisors(minibatches, totals)
-        stats: list[Stats] = []
-        norms: list[float] = []
-        for batch, total, divisor in zip(minibatches, totals, divisors, strict=True):
-            if total == 0:
-                continue
+        divisors = loss_divisors(minibatches, totals, self._algorithm, self._ranks)
+
+        def update(batch: Batch, divisor: int) -> tuple[list[Stats], float]:
             self._optimizer.zero_grad()
-            stats += [self._backward(part, divisor) for part in self._parts(batch)]
+            stats = [self._backward(part, divisor) for part in self._parts(batch)]
             self._optimizer.reduce(self._ranks.group)
-            norms.append(self._optimizer.step(lr))
+            return stats, self._optimizer.step(lr)
+
+        stats, norms = each_update(minibatches, totals, divisors, update)
         told = reduced(stats, self._ranks)
         self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
         learned = self._train_critic(minibatches, totals, lr)
@@ -200,15 +198,10 @@ class ReferenceBackend:
         found = parts(batch, self._config.tokens_per_microbatch, together=self._together)
         return (part for part, _ in found)
 
-    def _divisors(self, minibatches: Sequence[Batch], totals: Sequence[int]) -> list[int]:
-        """What the sum of each minibatch's losses is divided by."""
-        return loss_divisors(minibatches, totals, self._algorithm, self._ranks)
-
     def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
         if self._critic is None:
             return {}
-        stats, norms = self._critic.train(minibatches, totals, lr)
-        return {**reduced(stats, self._ranks), "value_grad_norm": sum(norms) / len(norms) if norms else math.nan}
+        return critic_account(*self._critic.train(minibatches, totals, lr), self._ranks)
 
     def _backward(self, batch: Batch, divisor: int) -> Stats:
         """Add one micro-batch's gradient of (sum of its losses / divisor)."""
@@ -220,9 +213,9 @@ class ReferenceBackend:
         """The losses of a micro-batch with gradient, one for each token, and their statistics."""
         logprobs, entropy = self._forward(self._model, batch, with_entropy=True)
         assert entropy is not None
-        inputs = loss_inputs(batch, logprobs, version_now=self._step + 1, kl_coef=self.kl_coef)
-        output = self._loss(inputs, self._algorithm)
-        return output.per_token, microbatch_stats(output, inputs.mask, entropy)
+        return token_losses(
+            batch, logprobs, entropy, self._loss, self._algorithm, version_now=self._step + 1, kl_coef=self.kl_coef
+        )
 
     # Weights and checkpoints
 
@@ -250,8 +243,8 @@ class ReferenceBackend:
         write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
-            write_tensors(masters, path / "model.safetensors")
-            write_tensors(moments, path / "optimizer.safetensors")
+            for tensors, name in zip((masters, moments), FILES, strict=True):
+                write_tensors(tensors, path / name)
             if write_critic is not None:
                 write_critic(path)
             publish_json(path / "trainer.json", progress)
@@ -269,7 +262,7 @@ class ReferenceBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
-        masters, moments = _shards_of(path) if (path / SHARDS).is_dir() else _files_of(path)
+        masters, moments = read_whole(path, SHARDS, FILES)
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
         if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
@@ -293,19 +286,6 @@ class ReferenceBackend:
         add_what_older_readers_need(Path(directory) / "config.json")
         copy_tokenizer(self._source, Path(directory))
         follow_umask(Path(directory))
-
-
-def _files_of(path: Path) -> list[dict[str, Tensor]]:
-    """Weights and moments as this backend saves them; read, since of a mapped file a bad disk would be a SIGBUS."""
-    return [load_file(path / f"{name}.safetensors", backend="pread") for name in ("model", "optimizer")]
-
-
-def _shards_of(path: Path) -> list[dict[str, Tensor]]:
-    """The same of what the ranks of a split model have saved."""
-    files = ShardFiles(path / SHARDS)
-    named = {name: files.read(name) for name in files.shapes}
-    masters = {name.removeprefix(MASTER): named.pop(name) for name in list(named) if name.startswith(MASTER)}
-    return [masters, named]
 
 
 def _streams_name(rank: int) -> str:

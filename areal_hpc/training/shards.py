@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +38,8 @@ from areal_hpc.fs import publish, publish_json, read_json
 from areal_hpc.training.snapshot import same_bits
 
 SHARDS = "shards"
-"""Directory of a checkpoint that holds what several ranks wrote."""
+FILES = ("model.safetensors", "optimizer.safetensors")
+"""Where a checkpoint has masters and moments: of a model that ranks hold parts of, or of one rank that holds it all."""
 MASTER = "master."
 """Begins the names of the float32 weights; those of Adam's moments begin with what torch calls these."""
 FORMAT = {
@@ -176,3 +178,16 @@ def policy_weights(directory: Path, dtype: str) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(files.shapes):
         if name.startswith(MASTER):
             yield name.removeprefix(MASTER), files.read(name).to(getattr(torch, dtype))
+
+
+def read_whole(path: Path, shards: str, files: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Masters and moments of a checkpoint, all in memory: from its directory ``shards`` where it has one, else from the
+    two ``files``, which are read and not mapped: of a mapped file a bad disk would be a SIGBUS.
+    """
+    if not (path / shards).is_dir():
+        masters, moments = (load_file(path / name, backend="pread") for name in files)
+        return masters, moments
+    stored = ShardFiles(path / shards)
+    named = {name: stored.read(name) for name in stored.shapes}
+    masters = {name.removeprefix(MASTER): named.pop(name) for name in list(named) if name.startswith(MASTER)}
+    return masters, named

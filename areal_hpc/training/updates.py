@@ -2,8 +2,8 @@
 
     totals = sums([batch.num_trainable for batch in minibatches], ranks)
     divisors = loss_divisors(minibatches, totals, algorithm, ranks)
-    for each minibatch                      sum of token losses / divisor -> gradient -> update, if its norm is finite
-    stats = account(reduced(...), norms, totals, lr)
+    stats, norms = each_update(minibatches, totals, divisors, update)
+    stats = account(reduced(stats, ranks), norms, totals, lr)
 
 ``ranks`` are those among which sequences are dealt, for ``reduced`` also those that computed the same and tell nothing.
 """
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from areal_hpc.algorithms.objective import LossInputs, LossOutput
+from areal_hpc.algorithms.preferences import pair_stats, policy_margins
 from areal_hpc.algorithms.stats import Stats, finish, mean_of, merge
+from areal_hpc.algorithms.table import LossFunction, find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.training.forward import sequence_of_token
+from areal_hpc.training.gap import FRESH, FRESH_MAX, fresh_gap
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch
 
@@ -34,13 +37,37 @@ def sums(numbers: Sequence[int], ranks: Ranks) -> list[int]:
 def loss_divisors(
     minibatches: Sequence[Batch], totals: Sequence[int], algorithm: AlgorithmConfig, ranks: Ranks
 ) -> list[int]:
-    """What the sum of each minibatch's token losses is divided by: its trainable tokens, or a constant for each
-    trajectory, so that a long answer does not weigh less token by token (Dr. GRPO, arXiv:2503.20783).
+    """What the sum of each minibatch's losses is divided by: its trainable tokens, or a constant for each trajectory,
+    so that a long answer does not weigh less token by token (Dr. GRPO, arXiv:2503.20783); or its pairs.
     """
+    if find(algorithm.name).pair_loss is not None:
+        return sums([batch.num_sequences // 2 for batch in minibatches], ranks)
     if algorithm.length_normaliser == 0:
         return list(totals)
     sequences = sums([batch.num_sequences for batch in minibatches], ranks)
     return [count * algorithm.length_normaliser for count in sequences]
+
+
+def each_update(
+    minibatches: Sequence[Batch],
+    totals: Sequence[int],
+    divisors: Sequence[int],
+    update: Callable[[Batch, int], tuple[list[Stats], float]],
+) -> tuple[list[Stats], list[float]]:
+    """One optimizer update for each minibatch that has a trainable token on some rank.
+
+    Args:
+        update: takes a minibatch and what the sum of its losses is divided by; answers with the statistics of this
+            rank's micro-batches and the gradient's norm, and leaves the weights alone where that is not finite.
+    """
+    stats: list[Stats] = []
+    norms: list[float] = []
+    for batch, total, divisor in zip(minibatches, totals, divisors, strict=True):
+        if total > 0:
+            found, norm = update(batch, divisor)
+            stats += found
+            norms.append(norm)
+    return stats, norms
 
 
 def loss_inputs(batch: Batch, logprobs: Tensor, *, version_now: int, kl_coef: float) -> LossInputs:
@@ -66,6 +93,50 @@ def loss_inputs(batch: Batch, logprobs: Tensor, *, version_now: int, kl_coef: fl
         eligible=tensor_or_none(batch.eligible),
         kl_coef=kl_coef,
     )
+
+
+def token_losses(
+    batch: Batch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    loss: LossFunction,
+    algorithm: AlgorithmConfig,
+    *,
+    version_now: int,
+    kl_coef: float,
+) -> tuple[Tensor, Stats]:
+    """The losses of a micro-batch with gradient, one for each token, and their statistics.
+
+    Args:
+        logprobs: float32 [N], of the trainable tokens.
+        entropy: float32 [N], of the distributions that these come from.
+    """
+    inputs = loss_inputs(batch, logprobs, version_now=version_now, kl_coef=kl_coef)
+    output = loss(inputs, algorithm)
+    return output.per_token, microbatch_stats(output, inputs.mask, entropy) | fresh_gap(batch, version_now)
+
+
+def pair_losses(margins: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Stats]:
+    """The same of a micro-batch of pairs, one loss for each."""
+    pair_loss = find(algorithm.name).pair_loss
+    assert pair_loss is not None, f"{algorithm.name} is not of pairs"
+    losses = pair_loss(margins, algorithm)
+    return losses, pair_stats(margins.detach(), losses)
+
+
+def answer_margins(batch: Batch, logprobs: Tensor) -> Tensor:
+    """How much more the policy prefers the better answer of each pair than its reference does. float64 [P]
+
+    Args:
+        logprobs: float32 [N], of the trainable tokens.
+    """
+    assert batch.reference is not None, "the reference's log-probs are missing from the batch"
+    mask, reference, segments = (
+        torch.from_numpy(array).to(logprobs.device)
+        for array in (batch.loss_mask, batch.reference, sequence_of_token(batch))
+    )
+    current = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+    return policy_margins(current=current, reference=reference, mask=mask, segments=segments)
 
 
 def microbatch_stats(output: LossOutput, mask: Tensor, entropy: Tensor) -> Stats:
@@ -97,9 +168,11 @@ def account(told: Mapping[str, float], norms: Sequence[float], totals: Sequence[
         totals: trainable tokens of each minibatch on all ranks; those with none had no update.
     """
     applied = [norm for norm in norms if math.isfinite(norm)]
+    # With staleness most steps have no fresh token.
+    measured = {name: value for name, value in told.items() if name not in (FRESH, FRESH_MAX) or not math.isnan(value)}
     return {
         "loss": math.nan,
-        **told,
+        **measured,
         "lr": lr,
         "grad_norm": sum(applied) / len(applied) if applied else math.nan,
         "trainable_tokens": float(sum(totals)),

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig
 from areal_hpc.config.schema import Dtype, OptimizerConfig, ParallelConfig, Schedule, TrainerConfig
 from areal_hpc.protocols import Peers
 from areal_hpc.training.batching import plan_step
 from areal_hpc.training.credit import assess
 from areal_hpc.training.megatron.backend import MegatronBackend
+from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch
@@ -53,37 +55,67 @@ def trainer(parallel: ParallelConfig) -> TrainerConfig:
     return TrainerConfig(total_steps=8, tokens_per_microbatch=48, parallel=parallel, optimizer=optimizer)
 
 
-def make(ranks: Ranks, parallel: ParallelConfig, path: Path, dtype: Dtype = Dtype.FLOAT32) -> MegatronBackend:
+def make(
+    ranks: Ranks,
+    parallel: ParallelConfig,
+    path: Path,
+    dtype: Dtype = Dtype.FLOAT32,
+    algorithm: AlgorithmConfig = ALGORITHM,
+) -> MegatronBackend:
     return MegatronBackend(
         model_path=str(path),
         dtype=dtype,
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         trainer=trainer(parallel),
         temperature=TEMPERATURE,
         ranks=ranks,
     )
 
 
-def make_reference(path: Path, dtype: Dtype = Dtype.FLOAT32) -> ReferenceBackend:
-    return ReferenceBackend(
+def make_reference(
+    path: Path, dtype: Dtype = Dtype.FLOAT32, algorithm: AlgorithmConfig = ALGORITHM
+) -> ReferenceBackend:
+    of_pairs = {"dpo": PreferenceBackend, "reward_model": RewardModelBackend}
+    return of_pairs.get(algorithm.name, ReferenceBackend)(
         model_path=str(path),
         dtype=dtype,
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         trainer=trainer(ParallelConfig()),
         temperature=TEMPERATURE,
     )
 
 
-def train(backend: Any, data_ranks: Peers, first: int, last: int) -> list[dict[str, float]]:
-    """Statistics of steps ``first`` to ``last``: three minibatches each, one of them of two sequences."""
-    batch, told = whole_batch(), []
+def train(
+    backend: Any,
+    data_ranks: Peers,
+    first: int,
+    last: int,
+    algorithm: AlgorithmConfig = ALGORITHM,
+    batch: Batch | None = None,
+) -> list[dict[str, float]]:
+    """Statistics of steps ``first`` to ``last``: four minibatches each, or three of pairs."""
+    batch, told = whole_batch() if batch is None else batch, []
+    together = find(algorithm.name).data.together
+    rewards = np.linspace(-1, 1, batch.num_sequences)  # of each sequence, where advantages are made of rewards
     for step in range(first, last + 1):
-        plan = plan_step(batch.lengths, np.ones(NUM_SEQUENCES), 4, data_ranks.size, step)
-        mine = [batch.select(of_ranks[data_ranks.rank]) for of_ranks in plan]
-        zeros = [np.zeros(part.num_sequences) for part in mine]
-        told.append(dict(backend.train_step(assess(mine, zeros, backend, ALGORITHM, data_ranks))))
+        plan = plan_step(
+            batch.lengths, np.ones(batch.num_sequences), 5 - together, data_ranks.size, step, together=together
+        )
+        shares = [of_ranks[data_ranks.rank] for of_ranks in plan]
+        mine, outcomes = [batch.select(share) for share in shares], [rewards[share] for share in shares]
+        told.append(dict(backend.train_step(assess(mine, outcomes, backend, algorithm, data_ranks))))
     return told
 
 
 def weights_of(backend: Any) -> dict[str, Any]:
     return {name: tensor.float().numpy(force=True).copy() for name, tensor in backend.weights()}
+
+
+def save(ranks: Ranks, backend: Any, directory: Path) -> None:
+    """As a run's commit does it: every rank its part, then rank 0 what makes them one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.snapshot()(directory)
+    ranks.barrier()
+    if ranks.leads:
+        backend.complete(str(directory))
+    ranks.barrier()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from layouts import Run
-from steps import make, make_reference, train, weights_of, whole_batch
+from steps import make, make_reference, save, train, weights_of, whole_batch
 
 from areal_hpc.config.schema import Dtype, ParallelConfig
 from areal_hpc.errors import CheckpointError, ConfigError
@@ -21,16 +21,6 @@ from areal_hpc.training.snapshot import same_bits
 from areal_hpc.types import Batch
 
 pytestmark = pytest.mark.megatron
-
-
-def save(ranks: Ranks, backend: Any, directory: Path) -> None:
-    """As a run's commit does it: every rank its part, then rank 0 what makes them one."""
-    directory.mkdir(parents=True, exist_ok=True)
-    backend.snapshot()(directory)
-    ranks.barrier()
-    if ranks.leads:
-        backend.complete(str(directory))
-    ranks.barrier()
 
 
 def go_on(

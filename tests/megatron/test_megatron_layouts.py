@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.long]
 
 LAYOUTS = [
     ("qwen3", "tp2"),
+    ("qwen2", "tp4"),  # more ranks than key-value heads
     ("llama", "pp2"),
     ("qwen2", "pp2"),
     ("qwen2", "dp2"),

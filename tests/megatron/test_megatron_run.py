@@ -41,17 +41,10 @@ def test_C31_a_run_goes_on_with_another_backend_and_survives_a_dead_rank(tmp_pat
     assert told.returncode == 0 and "the weights of step 6" in told.stdout, told.stderr
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("trainer.parallel.tensor=4", "trainer.parallel.tensor = 4 does not divide its 2 key-value heads"),
-        ("algorithm.name=ppo", "megatron has no critic yet"),
-    ],
-)
-def test_what_cannot_be_trained_so_is_said_before_anything_is_written(tmp_path: Path, word: str, said: str) -> None:
+def test_what_cannot_be_trained_so_is_said_before_anything_is_written(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny", "qwen3", 1)
-    words = (*MEGATRON, "trainer.ranks=4", word)
+    words = (*MEGATRON, "trainer.ranks=3", "trainer.parallel.tensor=3")
     with launched(tmp_path, tmp_path / "tiny", *words) as started:
         assert started.wait() == 2
-    assert said in started.text
+    assert "trainer.parallel.tensor = 3 does not divide its 4 attention heads" in started.text
     assert not (tmp_path / "run").exists()

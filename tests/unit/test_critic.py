@@ -124,7 +124,9 @@ def test_the_critics_gradient_equals_the_formula_in_float64(
     moments = load_file(tmp_path / "after" / "critic_optimizer.safetensors")
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(moments[f"exp_avg.{name}"].double() / 0.1, parameter.grad, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            moments[f"exp_avg.model.{name}"].double() / 0.1, parameter.grad, rtol=1e-4, atol=2e-6
+        )
 
 
 def test_the_critic_learns_and_the_policy_does_not_notice(model: Path) -> None:

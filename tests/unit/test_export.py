@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
+from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.describe import dump
+from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.errors import CheckpointError, DataError
 from areal_hpc.fs import RunDir, publish
 from areal_hpc.roles import export as module
 from areal_hpc.roles.export import export, find
+from areal_hpc.training.shards import SHARDS, Shard, join_shards, write_shards
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 from tests.tiny_models import make_model
@@ -123,3 +130,38 @@ def test_an_export_that_fails_leaves_nothing_behind(run: RunDir, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"trainer\.json"):  # what ``commit`` wrote is no checkpoint of a backend
         export(run, None, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["grpo", "reward_model"])
+def test_what_several_ranks_wrote_is_exported_weight_by_weight(run: RunDir, tmp_path: Path, name: str) -> None:
+    """Two ranks' halves of each weight; neither the trainer's backend nor a whole model is in memory."""
+    model = make_model(tmp_path / "model", "qwen3", 0)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    if name == "reward_model":
+        weights["score.weight"] = torch.ones(1, 64)
+    config = replace(load([run.config]), algorithm=AlgorithmConfig(name=name))
+    publish(run.config, dump(config).encode())
+
+    def save(directory: Path) -> None:
+        for rank in range(2):
+            write_shards(halves(weights, rank), directory / SHARDS, rank)
+        join_shards(directory / SHARDS, 2)
+
+    checkpoint.write(run, WeightVersion(2, 31), save, {})
+    version, purpose = export(run, 31, tmp_path / "out")
+    assert version == (2, 31)
+    assert ("rollout.reward" in purpose) == (name == "reward_model")
+    kind = transformers.AutoModelForCausalLM if name == "grpo" else transformers.AutoModelForSequenceClassification
+    found = kind.from_pretrained(tmp_path / "out").state_dict()
+    for weight, tensor in weights.items():
+        assert torch.equal(found[weight], tensor), weight
+
+
+def halves(weights: Mapping[str, torch.Tensor], rank: int) -> Iterator[Shard]:
+    """One rank's rows of each weight; of one row, all of it is on rank 1."""
+    for name, tensor in weights.items():
+        middle = tensor.shape[0] // 2
+        rows = slice(0, middle) if rank == 0 else slice(middle, None)
+        offset = (rows.start, *[0] * (tensor.ndim - 1))
+        if tensor[rows].numel():
+            yield Shard(name=f"master.{name}", data=tensor[rows].clone(), offset=offset, whole=tuple(tensor.shape))

@@ -36,6 +36,18 @@ def test_a_step_counts_once_for_whoever_asks_however_many_updates_it_made() -> N
     assert achieved()["steps trained"].count - (before.count if before else 0) == 3
 
 
+def test_a_step_at_which_trainer_and_engines_differ_is_told_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(total_steps=3)
+    world.loop.gap_watch = lambda step, stats: f"step {step} differs" if step == 2 else None
+    assert world.run() is True
+    assert [record for record in world.records if record["kind"] == "alarm"] == [
+        {"kind": "alarm", "step": 2, "problem": "step 2 differs"}
+    ]
+    assert caplog.messages.count("step 2 differs") == 1
+
+
 def test_slots_are_free_only_after_their_weights_are_published() -> None:
     world = World(total_steps=1, max_staleness=0)
     outstanding = []

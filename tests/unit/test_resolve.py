@@ -22,6 +22,7 @@ from areal_hpc.config.schema import (
     EngineName,
     ModelConfig,
     PromptsConfig,
+    Recompute,
     RolloutConfig,
     TrainerBackendName,
     TrainerConfig,
@@ -157,13 +158,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer__ranks": 2, "trainer__parallel__tensor": 2},
         "trainer.backend: reference is data-parallel only",
     ),
-    "check_megatron_backend": (
-        {"trainer__backend": TrainerBackendName.MEGATRON, "algorithm__name": "ppo"},
-        "trainer.backend: megatron has no critic yet, which algorithm.name ppo needs",
-    ),
-    "check_megatron_backend, data sets": (
-        {"trainer__backend": TrainerBackendName.MEGATRON, "algorithm__name": "sft", "rollout__reward": ""},
-        "trainer.backend: megatron does not learn from data sets yet, as algorithm.name sft does",
+    "check_reference_backend, recompute": (
+        {"trainer__recompute": Recompute.LAYERS},
+        "trainer.recompute: reference keeps every activation, so layers does nothing",
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),

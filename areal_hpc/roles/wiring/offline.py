@@ -128,19 +128,19 @@ class HeldOut:
     def __init__(self, process: RoleProcess, ranks: Ranks, backend: TrainerBackend) -> None:
         config = process.config
         self._process, self._ranks, self._backend = process, ranks, backend
-        make = grouping(config)
+        make, dealt = grouping(config), backend.data_ranks
         dataset = open_dataset(config.prompts, "eval", config.seed)
         prompts = first_prompts(dataset, config.prompts, config.evaluation.num_prompts)
-        groups = [make(prompt) for prompt in prompts[ranks.rank :: ranks.size]]
+        groups = [make(prompt) for prompt in prompts[dealt.rank :: dealt.size]]
         fitting = [g for g in groups if max(t.token_ids.size for t in g.trajectories) <= config.model.max_tokens]
-        self._num_rows = sum(ranks.gather(len(fitting)))
+        self._num_rows = sum(dealt.gather(len(fitting)))
         if self._num_rows == 0:
             raise DataError(f"prompts.eval: every row is longer than model.max_tokens {config.model.max_tokens}")
         if too_long := len(prompts) - self._num_rows:
             log.warning("evaluation leaves out %d rows longer than model.max_tokens", too_long)
         trajectories = [trajectory for group in fitting for trajectory in group.trajectories]
         batch = pack(trajectories, [trajectory.reward for trajectory in trajectories])
-        (self._batch,) = assess([batch], [batch.advantages.astype(float)], backend, config.algorithm, ranks)
+        (self._batch,) = assess([batch], [batch.advantages.astype(float)], backend, config.algorithm, dealt)
 
     def measure(self, step: int) -> None:
         """Evaluate the weights of ``step`` if that is due; collective, told and kept by rank 0."""

@@ -19,37 +19,47 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from areal_hpc.algorithms import table
 from areal_hpc.algorithms.kl import adapted
+from areal_hpc.algorithms.preferences import pair_margins
 from areal_hpc.algorithms.stats import Stats
-from areal_hpc.collective import meeting
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.pretrained.architecture import Architecture
-from areal_hpc.pretrained.files import TensorFiles, weight_files
+from areal_hpc.training.critic import critic_account
 from areal_hpc.training.export import write_checkpoint
-from areal_hpc.training.forward import parts
-from areal_hpc.training.megatron.model import build
-from areal_hpc.training.megatron.optimizer import SplitOptimizer
+from areal_hpc.training.megatron.critic import SplitCritic
+from areal_hpc.training.megatron.heads import Head, Numbers, Words
 from areal_hpc.training.megatron.parallel import Place, enter_groups
 from areal_hpc.training.megatron.requirements import check_model
 from areal_hpc.training.megatron.schedule import Passes
-from areal_hpc.training.megatron.state import SplitState
-from areal_hpc.training.megatron.weights import Weights
+from areal_hpc.training.megatron.split import SplitModel, frozen
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.schedule import learning_rate
-from areal_hpc.training.shards import SHARDS, join_shards, write_shards
-from areal_hpc.training.updates import account, loss_divisors, loss_inputs, microbatch_stats, reduced, sums
+from areal_hpc.training.shards import FILES, SHARDS, join_shards, write_shards
+from areal_hpc.training.updates import (
+    account,
+    answer_margins,
+    each_update,
+    loss_divisors,
+    pair_losses,
+    reduced,
+    sums,
+    token_losses,
+)
 from areal_hpc.types import Batch, Float32Array
+
+SCORE = "score"
+"""Name of the layer that makes a reward model's scores, as transformers' classifiers call it."""
 
 
 class MegatronBackend:
@@ -62,8 +72,7 @@ class MegatronBackend:
 
     Raises:
         DataError: a model that is not computed here, or no complete checkpoint directory.
-        ConfigError: no or another megatron-core, a model that cannot be split so, an algorithm with a critic, greedy
-            sampling.
+        ConfigError: no or another megatron-core, a model that cannot be split so, greedy sampling.
     """
 
     def __init__(
@@ -82,78 +91,76 @@ class MegatronBackend:
         self._algorithm, self._config, self._ranks = algorithm, trainer, ranks
         self._loss = loss or table.find(algorithm.name).loss
         self._source, self._step, self._dtype = Path(model_path), 0, getattr(torch, dtype)
+        self._of_pairs = table.find(algorithm.name).pair_loss is not None
+        self._is_scorer = self._of_pairs and reference_of(algorithm) is None
         architecture = check_model(self._source, trainer.parallel)
         enter_groups(ranks, trainer.parallel)
         self._place = Place(ranks)
         self.data_ranks = self._place.data
-        self._passes = Passes(
-            self._place, trainer.parallel, vocab_size=architecture.vocab_size, temperature=temperature
-        )
-        self._chunks = build(architecture, trainer.parallel, self._dtype)
-        self._weights = Weights(self._chunks, architecture, self._place)
-        self._optimizer = SplitOptimizer(self._chunks, trainer.optimizer, self._dtype)
-        for parameter, part in self._weights.cut(TensorFiles(weight_files(self._source)).read):
-            self._optimizer.set_master(parameter, part)
-        self._state = SplitState(self._weights, self._optimizer)
+        self._temperature, self._passes = temperature, Passes(self._place, trainer)
+        self._model = self._split(self._source, architecture, SCORE if self._is_scorer else "")
+        self._head = Numbers(self._place) if self._is_scorer else self._words(architecture)
         self.kl_coef = algorithm.kl.coef
-        reference = reference_of(algorithm)
-        self._reference = None if reference is None else self._frozen(architecture, reference)
+        self._reference = self._make_reference(architecture)
+        self._critic = self._make_critic(architecture) if table.find(algorithm.name).critic else None
 
-    def _frozen(self, architecture: Architecture, path: str) -> list[torch.nn.Module]:
-        """The reference model, split and rounded as the policy is: equal weights must give equal log-probs."""
-        source = Path(path) if path else self._source
+    def _split(self, source: Path, architecture: Architecture, number_head: str) -> SplitModel:
+        return SplitModel(source, architecture, self._config, self._place, dtype=self._dtype, number_head=number_head)
+
+    def _words(self, architecture: Architecture) -> Words:
+        return Words(self._place, vocab_size=architecture.vocab_size, temperature=self._temperature)
+
+    def _make_reference(self, architecture: Architecture) -> tuple[list[Any], Words] | None:
+        """Chunks and head of the frozen model, where the algorithm has one."""
+        path = reference_of(self._algorithm)
+        if path is None:
+            return None
         if path:
-            architecture = check_model(source, self._config.parallel)
-        chunks = build(architecture, self._config.parallel, self._dtype)
-        with torch.no_grad():
-            for parameter, part in Weights(chunks, architecture, self._place).cut(
-                TensorFiles(weight_files(source)).read
-            ):
-                parameter.copy_(part)
-        return [chunk.requires_grad_(False) for chunk in chunks]
+            architecture = check_model(Path(path), self._config.parallel)
+        source = Path(path) if path else self._source
+        chunks = frozen(source, architecture, self._config, self._place, self._dtype)
+        return chunks, self._words(architecture)
+
+    def _make_critic(self, architecture: Architecture) -> SplitCritic:
+        config = self._algorithm.critic
+        if config.path:
+            architecture = check_model(Path(config.path), self._config.parallel)
+        source = Path(config.path) if config.path else self._source
+        return SplitCritic(source, architecture, self._config, self._place, config=config, dtype=self._dtype)
 
     # Forward
 
     def logprobs(self, batch: Batch) -> Float32Array:
         """Log-probs [T] of the trainable tokens by the weights as they are; 0.0 elsewhere."""
-        return self._logprobs_of(self._chunks, batch)
+        return self._logprobs_of(self._model.chunks, self._head, batch)
 
     def reference_logprobs(self, batch: Batch) -> Float32Array:
         """Log-probs [T] of the trainable tokens by the frozen reference model; 0.0 elsewhere."""
         assert self._reference is not None, "the algorithm has no reference model"
-        return self._logprobs_of(self._reference, batch)
+        return self._logprobs_of(*self._reference, batch)
 
     def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]:
-        raise AssertionError("the configuration's checks let no algorithm with a critic pass")
-
-    def evaluate(self, batch: Batch) -> Mapping[str, float]:
-        raise AssertionError("the configuration's checks let no algorithm that learns from a data set pass")
+        """The critic's values [T] before trainable tokens, and [S] after each sequence; see ``Critic.values``."""
+        assert self._critic is not None, "the algorithm has no critic"
+        return self._critic.values(batch)
 
     @torch.no_grad()
-    def _logprobs_of(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> Float32Array:
+    def _logprobs_of(self, chunks: Sequence[Any], head: Head, batch: Batch) -> Float32Array:
         found = np.zeros(batch.token_ids.size, dtype=np.float32)
-        split = self._split(batch)
+        split = self._passes.split(batch)
 
         def keep(number: int, logprobs: Tensor, _: Tensor) -> Tensor:
             part, where = split[number]
             found[where[part.loss_mask]] = logprobs.cpu().numpy()
             return logprobs.sum()
 
-        self._passes.run(chunks, [part for part, _ in split], keep)
-        return self._of_last_stage(found)
+        self._passes.run(chunks, [part for part, _ in split], head, keep)
+        return self._passes.of_last_stage(found)
 
-    def _split(self, batch: Batch) -> list[tuple[Batch, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
-        budget = self._config.tokens_per_microbatch * self._config.parallel.context
-        return list(parts(batch, budget, padded=False))
-
-    def _of_last_stage(self, found: Float32Array) -> Float32Array:
-        group = self._place.pipeline
-        if group.size() == 1:
-            return found
-        tensor = torch.from_numpy(found).to(self._ranks.device)
-        with meeting("the last stage's log-probs", group):
-            dist.broadcast(tensor, group=group, group_src=group.size() - 1)
-        return tensor.cpu().numpy()
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Mapping[str, float]:
+        """Loss and its statistics on this rank's share of held-out data, over all ranks; nothing is trained."""
+        return self._told(self._pass(self._model.chunks, batch, 1, train=False))
 
     # Training
 
@@ -165,52 +172,79 @@ class MegatronBackend:
         lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
         totals = sums([batch.num_trainable for batch in minibatches], self.data_ranks)
         divisors = loss_divisors(minibatches, totals, self._algorithm, self.data_ranks)
-        stats: list[Stats] = []
-        norms: list[float] = []
-        for batch, total, divisor in zip(minibatches, totals, divisors, strict=True):
-            if total == 0:
-                continue
-            self._optimizer.zero_grad()
-            stats += self._backward(batch, divisor)
-            norms.append(self._optimizer.step(lr))
-        told = reduced(stats if self._place.reports else [], self._ranks)
+        optimizer = self._model.optimizer
+
+        def update(batch: Batch, divisor: int) -> tuple[list[Stats], float]:
+            optimizer.zero_grad()
+            return self._pass(optimizer.chunks, batch, divisor, train=True), optimizer.step(lr)
+
+        stats, norms = each_update(minibatches, totals, divisors, update)
+        told = self._told(stats)
         self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
+        learned = self._train_critic(minibatches, totals, lr)
         self._step += 1
         return {
             **account(told, norms, totals, lr),
+            **learned,
             **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
         }
 
-    def _backward(self, batch: Batch, divisor: int) -> list[Stats]:
-        """The gradient of (sum of the minibatch's token losses / divisor), on all ranks; this one's statistics."""
+    def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        stats, norms = self._critic.train(minibatches, totals, lr)
+        return critic_account(stats if self._place.reports else [], norms, self._ranks)
+
+    def _told(self, stats: Sequence[Stats]) -> dict[str, float]:
+        return reduced(stats if self._place.reports else [], self._ranks)
+
+    def _pass(self, chunks: Sequence[Any], batch: Batch, divisor: int, *, train: bool) -> list[Stats]:
+        """The minibatch through the model, with the gradient of (sum of its losses / divisor) if it is to ``train``;
+        this rank's statistics.
+        """
         stats: list[Stats] = []
-        micro = [part for part, _ in self._split(batch)]
+        micro = [part for part, _ in self._passes.split(batch, together=2 if self._of_pairs else 1)]
 
-        def loss(number: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
-            inputs = loss_inputs(micro[number], logprobs, version_now=self._step + 1, kl_coef=self.kl_coef)
-            output = self._loss(inputs, self._algorithm)
-            stats.append(microbatch_stats(output, inputs.mask, entropy))
-            return output.per_token.sum() / divisor
+        def loss(number: int, *outputs: Tensor) -> Tensor:
+            losses, found = self._losses(micro[number], *outputs)
+            stats.append(found)
+            return losses.sum() / divisor
 
-        self._passes.run(self._optimizer.chunks, micro, loss, train=True)
+        self._passes.run(chunks, micro, self._head, loss, train=train)
         return stats
+
+    def _losses(self, part: Batch, *outputs: Tensor) -> tuple[Tensor, Stats]:
+        """The losses of a micro-batch by what the head made of it, and their statistics."""
+        if self._is_scorer:
+            (numbers,) = outputs
+            ends = torch.from_numpy(part.boundaries[1:] - 1).to(numbers.device)
+            return pair_losses(pair_margins(numbers[ends]), self._algorithm)
+        logprobs, entropy = outputs
+        if self._of_pairs:
+            return pair_losses(answer_margins(part, logprobs), self._algorithm)
+        return token_losses(
+            part, logprobs, entropy, self._loss, self._algorithm, version_now=self._step + 1, kl_coef=self.kl_coef
+        )
 
     # Weights and checkpoints
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights as a checkpoint directory names them, sorted by name; collective, and all ranks get all of them."""
-        return self._weights.whole(lambda parameter: parameter.detach(), self._dtype)
+        return self._model.weights.whole(lambda parameter: parameter.detach(), self._dtype)
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy this rank's share of masters and moments to host memory; see ``ReferenceBackend``. Collective.
 
         Every rank writes its own share.
         """
-        shards, rank = self._state.take(), self._ranks.rank
-        progress = {"step": self._step, "num_updates": self._optimizer.num_updates, "kl_coef": self.kl_coef}
+        shards, rank = self._model.state.take(), self._ranks.rank
+        progress = {"step": self._step, "num_updates": self._model.optimizer.num_updates, "kl_coef": self.kl_coef}
+        write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
             write_shards(shards, path / SHARDS, rank)
+            if write_critic is not None:
+                write_critic(path)
             if rank == 0:
                 publish_json(path / "trainer.json", progress)
 
@@ -219,6 +253,8 @@ class MegatronBackend:
     def complete(self, directory: str) -> None:
         """Make one state of what all ranks have written."""
         join_shards(Path(directory) / SHARDS, self._ranks.size)
+        if self._critic is not None:
+            self._critic.complete(Path(directory), self._ranks.size)
 
     def load(self, directory: str) -> None:
         """Continue from a checkpoint of any layout, or of the reference backend; every rank reads what it holds of.
@@ -230,18 +266,16 @@ class MegatronBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
-        if (path / SHARDS).is_dir():
-            self._state.load(path / SHARDS, progress["num_updates"])
-        else:
-            files = (TensorFiles([path / f"{name}.safetensors"]) for name in ("model", "optimizer"))
-            self._state.load_whole(*files, num_updates=progress["num_updates"], path=path)
+        self._model.state.load(path, SHARDS, FILES, progress["num_updates"])
         self._step = progress["step"]
         if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
             self.kl_coef = progress.get("kl_coef") or self.kl_coef  # 0 was off: nothing to go on from
+        if self._critic is not None:
+            self._critic.load(path)
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face checkpoint directory, tokenizer included; collective, rank 0 writes."""
         if self._ranks.leads:
-            write_checkpoint(self.weights(), self._source, Path(directory))
+            write_checkpoint(self.weights(), self._source, Path(directory), scorer=self._is_scorer)
         else:
             deque(self.weights(), maxlen=0)

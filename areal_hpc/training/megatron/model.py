@@ -1,6 +1,6 @@
 """Megatron's GPT in the shape of a Hugging Face checkpoint, its head left to whoever wants log-probs.
 
-    chunks = build(architecture, parallel, dtype)           this rank's layers; several with virtual pipeline stages
+    chunks = build(architecture, trainer, dtype)            this rank's layers; several with virtual pipeline stages
     hidden = chunks[-1](token_ids, None, None, packed_seq_params=...)
 
 Two parts are ours, on every device: attention over packed sequences, and RMSNorm as transformers computes it. Weights
@@ -9,6 +9,7 @@ are left as memory was found.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,17 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from areal_hpc import accelerator
-from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.config.schema import Recompute, TrainerConfig
 from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies
 from areal_hpc.training.megatron.attention import PackedAttention
 from areal_hpc.training.megatron.names import Split, first_layer, weight_of
+
+RECOMPUTED: Mapping[Recompute, Mapping[str, Any]] = {
+    Recompute.NONE: {},
+    Recompute.ATTENTION: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    Recompute.LAYERS: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""In Megatron's words."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -45,17 +53,26 @@ def _device() -> str:
     return accelerator.detect().device
 
 
-def build(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
-    """This rank's chunks of the model, weights unset."""
-    config = transformer_config(architecture, parallel, dtype)
-    chunks = parallel.virtual_pipeline
-    return [_build_chunk(architecture, config, number if chunks > 1 else None) for number in range(chunks)]
+def build(
+    architecture: Architecture, trainer: TrainerConfig, dtype: torch.dtype, *, number_head: str = ""
+) -> list[Any]:
+    """This rank's chunks of the model, weights unset.
+
+    Args:
+        number_head: name of a layer that makes one number of each state and stands in the place of the words; such a
+            layer called ``score`` has no bias, as transformers' sequence classifiers have none.
+    """
+    config = transformer_config(architecture, trainer, dtype)
+    chunks = trainer.parallel.virtual_pipeline
+    numbers = range(chunks) if chunks > 1 else [None]
+    return [_build_chunk(architecture, config, number, number_head) for number in numbers]
 
 
-def transformer_config(architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> Any:
+def transformer_config(architecture: Architecture, trainer: TrainerConfig, dtype: torch.dtype) -> Any:
     """What Megatron calls the model."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    parallel = trainer.parallel
     interleaved = parallel.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -91,6 +108,7 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig, dty
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # noqa: S106 (asked for by variable lengths, also of dense models)
         **_mixture(architecture),
+        **RECOMPUTED[trainer.recompute],
     )
 
 
@@ -109,7 +127,7 @@ def _mixture(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _build_chunk(architecture: Architecture, config: Any, number: int | None) -> Any:
+def _build_chunk(architecture: Architecture, config: Any, number: int | None, number_head: str) -> Any:
     from megatron.core import parallel_state
 
     stage = {"ignore_virtual": number is None, "vp_stage": number}
@@ -120,12 +138,19 @@ def _build_chunk(architecture: Architecture, config: Any, number: int | None) ->
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
-        share_embeddings_and_output_weights=architecture.tied,
+        share_embeddings_and_output_weights=architecture.tied and not number_head,
         position_embedding_type="rope",
         vp_stage=number,
     )
     # Float32 whatever the model computes in: rounded frequencies drift with the position.
     model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(_device())
+    model.number_head = number_head
+    if number_head and model.post_process:
+        del model.output_layer
+        layer = torch.nn.Linear(
+            architecture.hidden_size, 1, bias=number_head != "score", dtype=config.params_dtype, device=_device()
+        )
+        model.add_module(number_head, layer)
     _mark_split_weights(model)
     return model
 

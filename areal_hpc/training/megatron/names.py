@@ -70,6 +70,8 @@ _EXPERT: Final = _LAYER + r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
 _RULES: Final[tuple[tuple[str, Split, tuple[str, ...]], ...]] = (
     (r"embedding\.word_embeddings\.weight", Split.WORDS, (EMBEDDING,)),
     (r"output_layer\.weight", Split.WORDS, (HEAD,)),
+    (r"score\.weight", Split.WHOLE, ("score.weight",)),
+    (r"value_head\.(?P<kind>weight|bias)", Split.WHOLE, ("value_head.{kind}",)),
     (r"decoder\.final_layernorm\.weight", Split.WHOLE, ("model.norm.weight",)),
     (_LAYER + r"input_layernorm\.weight", Split.WHOLE, ("input_layernorm.weight",)),
     (_LAYER + r"pre_mlp_layernorm\.weight", Split.WHOLE, ("post_attention_layernorm.weight",)),

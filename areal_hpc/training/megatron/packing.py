@@ -27,6 +27,8 @@ class Packed:
     rows: IntArray  # [N], places in token_ids of the states that predict trainable tokens
     targets: IntArray  # [N], those tokens
     slots: IntArray  # [N], where they stand in the micro-batch
+    token_rows: IntArray  # [M], places in token_ids of the tokens that are no padding
+    token_slots: IntArray  # [M], where they stand in the micro-batch
 
 
 def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1, multiple: int = 1) -> Packed:
@@ -47,6 +49,7 @@ def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1,
     mine = _places_of_rank(boundaries, context_rank, context_size)
     row_of = np.full(boundaries[-1], -1)
     row_of[mine] = np.arange(mine.size)
+    rows_of_tokens = row_of[place]  # [T], -1 where another rank has the token
     slots = np.flatnonzero(batch.loss_mask)
     rows = row_of[place[slots] - 1]
     return Packed(
@@ -55,6 +58,8 @@ def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1,
         rows=rows[rows >= 0],
         targets=batch.token_ids[slots[rows >= 0]].astype(np.int64),
         slots=slots[rows >= 0],
+        token_rows=rows_of_tokens[rows_of_tokens >= 0],
+        token_slots=np.flatnonzero(rows_of_tokens >= 0),
     )
 
 
@@ -63,7 +68,13 @@ def nothing(tokens: int, context_size: int = 1) -> Packed:
     none = np.zeros(0, dtype=np.int64)
     boundaries = np.array([0, tokens * context_size], dtype=np.int32)
     return Packed(
-        token_ids=np.zeros(tokens, dtype=np.int64), boundaries=boundaries, rows=none, targets=none, slots=none
+        token_ids=np.zeros(tokens, dtype=np.int64),
+        boundaries=boundaries,
+        rows=none,
+        targets=none,
+        slots=none,
+        token_rows=none,
+        token_slots=none,
     )
 
 

@@ -60,7 +60,6 @@ def _problems(model: Architecture, parallel: ParallelConfig) -> Iterator[str]:
     experts = 0 if model.experts is None else model.experts.num_experts
     divided = [
         ("tensor", parallel.tensor, "attention heads", model.num_heads),
-        ("tensor", parallel.tensor, "key-value heads", model.num_kv_heads),
         ("tensor", parallel.tensor, "feed-forward units", model.intermediate_size),
         ("pipeline times virtual_pipeline", stages, "layers", model.num_layers),
         ("expert", parallel.expert, "experts", experts),
@@ -70,6 +69,12 @@ def _problems(model: Architecture, parallel: ParallelConfig) -> Iterator[str]:
     for key, ranks, what, number in divided:
         if number % ranks:
             yield f"trainer.parallel.{key} = {ranks} does not divide its {number} {what}; lower it"
+    more, fewer = max(parallel.tensor, model.num_kv_heads), min(parallel.tensor, model.num_kv_heads)
+    if more % fewer:
+        yield (
+            f"trainer.parallel.tensor = {parallel.tensor} and its {model.num_kv_heads} key-value heads do not divide "
+            "each other; lower it"
+        )
     if model.experts is None and parallel.expert * parallel.expert_tensor > 1:
         yield "it has no experts; set trainer.parallel.expert and expert_tensor to 1"
     if model.experts is not None and parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:

@@ -3,7 +3,7 @@
     state = SplitState(weights, optimizer)
     shards = state.take()                       at a step's edge: a copy in host memory; collective
     write_shards(shards, directory, rank)       later, in any thread
-    state.load(directory, num_updates)          on the same or any other layout; collective
+    state.load(path, ...)                       on the same or any other layout; collective
 
 What data-parallel ranks have in common is divided among them, so that each copies and writes an equal share, and all of
 them together every number once. Pieces bear Hugging Face names and lie where they are in the whole tensor (without the
@@ -61,12 +61,20 @@ class SplitState:
                     for one in slices:
                         yield f"{what}.{one.name}", one, part.index_select(one.dim, one.places.to(part.device))
 
-    def load(self, directory: Path, num_updates: int) -> None:
-        """Continue from what was written, each rank reading what it holds; one kind of tensor in memory at a time.
+    def load(self, path: Path, shards: str, files: tuple[str, str], num_updates: int) -> None:
+        """Continue from the checkpoint ``path``: from its directory ``shards`` of what ranks wrote, each rank reading
+        what it holds, one kind of tensor in memory at a time; or from two ``files`` of whole tensors.
 
         Raises:
             CheckpointError: it is of another model.
         """
+        if (path / shards).is_dir():
+            self._load_shards(path / shards)
+        else:
+            self._load_files(*(TensorFiles([path / name]) for name in files), path=path)
+        self._optimizer.go_on(num_updates)
+
+    def _load_shards(self, directory: Path) -> None:
         shapes = self._weights.shapes
         expected = {f"{what}.{name}": shape for what in (MASTER, *MOMENTS) for name, shape in shapes.items()}
         require_same(ShardFiles(directory).shapes, expected, directory)
@@ -75,21 +83,14 @@ class SplitState:
         for moment in MOMENTS:
             for parameter, part in self._parts(directory, moment):
                 self._optimizer.set_moment(moment, parameter, part)
-        self._optimizer.go_on(num_updates)
 
-    def load_whole(self, masters: TensorFiles, moments: TensorFiles, *, num_updates: int, path: Path) -> None:
-        """Continue from files of whole tensors, as the reference backend writes them.
-
-        Raises:
-            CheckpointError: they are of another model.
-        """
+    def _load_files(self, masters: TensorFiles, moments: TensorFiles, *, path: Path) -> None:
         require_same(dict.fromkeys(masters.names, ()), dict.fromkeys(self._weights.shapes, ()), path)
         for parameter, part in self._weights.cut(masters.read):
             self._optimizer.set_master(parameter, part)
         for moment in MOMENTS:
             for parameter, part in self._weights.cut(partial(_read_moment, moments, moment)):
                 self._optimizer.set_moment(moment, parameter, part)
-        self._optimizer.go_on(num_updates)
 
     def _parts(self, directory: Path, what: str) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """This rank's part of each of its weights, in host memory."""

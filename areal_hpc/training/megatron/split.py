@@ -1,0 +1,73 @@
+"""A model that ranks hold parts of, and its optimizer: the policy's, and in the same way the critic's.
+
+model = SplitModel(source, architecture, trainer, place, dtype=dtype, number_head="")
+passes.run(model.optimizer.chunks, parts, head, on_outputs, train=True)
+model.write(directory)                      what ``take`` has copied, in any thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_hpc.config.schema import TrainerConfig
+from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.pretrained.files import TensorFiles, weight_files
+from areal_hpc.training.megatron.model import build
+from areal_hpc.training.megatron.optimizer import SplitOptimizer
+from areal_hpc.training.megatron.parallel import Place
+from areal_hpc.training.megatron.state import SplitState
+from areal_hpc.training.megatron.weights import Weights
+
+
+class SplitModel:
+    """One rank's part.
+
+    Args:
+        source: Hugging Face directory of the weights to start from.
+        number_head: name of the layer that makes one number of each state, in place of the words; "" for words. Where
+            ``source`` has no such layer it starts at 0.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        architecture: Architecture,
+        trainer: TrainerConfig,
+        place: Place,
+        *,
+        dtype: torch.dtype,
+        number_head: str = "",
+    ) -> None:
+        self.chunks = build(architecture, trainer, dtype, number_head=number_head)
+        self.weights = Weights(self.chunks, architecture, place)
+        self.optimizer = SplitOptimizer(self.chunks, trainer.optimizer, dtype)
+        for parameter, part in self.weights.cut(_reader(source, self.weights, number_head)):
+            self.optimizer.set_master(parameter, part)
+        self.state = SplitState(self.weights, self.optimizer)
+
+
+@torch.no_grad()
+def frozen(
+    source: Path, architecture: Architecture, trainer: TrainerConfig, place: Place, dtype: torch.dtype
+) -> list[Any]:
+    """The chunks of a model that is not trained, rounded as one that is: equal weights must give equal log-probs."""
+    chunks = build(architecture, trainer, dtype)
+    weights = Weights(chunks, architecture, place)
+    for parameter, part in weights.cut(_reader(source, weights, "")):
+        parameter.copy_(part)
+    return [chunk.requires_grad_(False) for chunk in chunks]
+
+
+def _reader(source: Path, weights: Weights, number_head: str) -> Callable[[str], Tensor]:
+    files = TensorFiles(weight_files(source))
+    new = {
+        name: torch.zeros(shape)
+        for name, shape in weights.shapes.items()
+        if number_head and name.startswith(f"{number_head}.") and name not in files.names
+    }
+    return lambda name: new[name] if name in new else files.read(name)
