@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -242,8 +242,10 @@ class _Chat:
 
     def pair(self, turn: Turn, answer: str) -> Pair:
         """What comes before the turn, and an answer to it."""
+        messages: list[dict[str, Any]] = [dict(message) for message in turn.messages]
+        tools: list[Any] = [dict(tool) for tool in self.lesson.tools]
         rendered = self.tokenizer.apply_chat_template(
-            list(turn.messages), tools=list(self.lesson.tools) or None, add_generation_prompt=True, tokenize=False
+            messages, tools=tools or None, add_generation_prompt=True, tokenize=False
         )
         return self.ids(str(rendered)), [*self.ids(answer), END_OF_TURN]
 

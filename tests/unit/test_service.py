@@ -42,7 +42,7 @@ def test_serving_needs_no_reward_and_no_prompts_and_waits_for_a_month(tmp_path: 
 def test_what_is_written_wins_over_what_serving_usually_has(tmp_path: Path) -> None:
     config = serving_config(configured(tmp_path, "limits.starve_s=1e4", "agent.online.port=8080"))
     assert (config.limits.starve_s, config.agent.online.port) == (1e4, 8080)
-    with pytest.raises(ConfigError, match="rollout.workers: 2 would be as many services"):
+    with pytest.raises(ConfigError, match=r"rollout\.workers: 2 would be as many services"):
         serving_config(configured(tmp_path, "rollout.workers=2"))
 
 
