@@ -80,8 +80,10 @@ trainer.optimizer.warmup_steps: int
 trainer.optimizer.schedule: constant | linear | cosine
 trainer.optimizer.min_lr: float
 trainer.tokens_per_microbatch: int
+trainer.recompute: none | attention | layers
 trainer.threads: int
 trainer.torchrun_variables: bool
+trainer.gap_alarm: float
 seed: int
 deterministic: bool
 run_root: str
