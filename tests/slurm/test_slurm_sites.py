@@ -199,7 +199,12 @@ def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": "",
     }
-    words = [*arguments(home, model), "generation.replicas=2", "rollout.reward=tiny_task:paced", "evaluation.samples=8"]
+    words = [
+        *arguments(home, model),
+        "generation.replicas=2",
+        "rollout.reward=tiny_task:paced",
+        "evaluation.num_prompts=64",
+    ]
     job, log = typed(
         slurm, home, REPOSITORY / "sbatch/eval.sbatch", ["-N2"], *words, "--checkpoint", str(model), env=env
     )
