@@ -213,9 +213,7 @@ def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and
     hosts = {read_json(run.attempt(1).endpoint("generator", index))["host"] for index in range(2)}
     assert len(hosts) == 2, hosts
     slurm.call("scontrol", "requeue", job)
-    wait_for("its way back", lambda: slurm.job(job)[0].get("Restarts") == "1")
-    slurm.wait_for_state(job, "PENDING")
-    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    wait_for("its second start", lambda: len(run.all_attempts()) == 2, LONGEST_S)
     assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
     text = log.read_text(encoding="utf-8")
     assert re.search(r"^ +reward +\d", text, re.MULTILINE), text
