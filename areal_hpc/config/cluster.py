@@ -31,7 +31,7 @@ class Runtime(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerConfig:
     """An image that the run's processes live in. The launcher stays outside, where Slurm's commands are: with the
-    Python that submits, which needs this package without any extra."""
+    Python that submits, which needs neither torch nor what rewards import."""
 
     runtime: Runtime = Runtime.NONE
     """How this site starts containers: `apptainer`, `pyxis` (enroot, through srun) or `shifter`."""

@@ -32,7 +32,7 @@ def prepare(config: Config) -> None:
 
     Raises:
         ConfigError, DataError: as ``preflight``; of a run in a container ConfigError for both.
-        AttemptFailed: the container, or the step that was to start it, did not come up.
+        AttemptFailed: the container, or the step that was to start it, did not come up within ``limits.start_s``.
     """
     if config.cluster.container.runtime is Runtime.NONE:
         from areal_hpc.roles.wiring.preflight import preflight
@@ -41,9 +41,13 @@ def prepare(config: Config) -> None:
         return
     words = [python_on_nodes(config.cluster), "-m", "areal_hpc.roles.preparation"]
     command = check_command(config, allocation(os.environ), words)
-    done = subprocess.run(  # noqa: S603  no shell
-        command, input=dump(config), capture_output=True, text=True, timeout=config.limits.start_s, check=False
-    )
+    limit_s = config.limits.start_s
+    try:
+        done = subprocess.run(  # noqa: S603  no shell
+            command, input=dump(config), capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AttemptFailed(f"waited {limit_s:g} s (limits.start_s) for {' '.join(command)}") from error
     if done.returncode:
         raise AttemptFailed(f"{' '.join(command)}: ended with code {done.returncode}:\n{done.stderr}")
     if problem := json.loads(done.stdout.splitlines()[-1])["problem"]:

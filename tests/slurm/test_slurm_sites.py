@@ -3,12 +3,14 @@ are no images here: they note how they were called, and then run the command as 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
 from runs import LONG, LONGEST_S, OVER, PATHS, STEPS, areal, assert_proven_in_two_attempts, submit, typed, wait_for_step
@@ -199,7 +201,12 @@ def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": "",
     }
-    words = [*arguments(home, model), "generation.replicas=2", "rollout.reward=tiny_task:paced", "evaluation.samples=8"]
+    words = [
+        *arguments(home, model),
+        "generation.replicas=2",
+        "rollout.reward=tiny_task:paced",
+        "evaluation.num_prompts=64",
+    ]
     job, log = typed(
         slurm, home, REPOSITORY / "sbatch/eval.sbatch", ["-N2"], *words, "--checkpoint", str(model), env=env
     )
@@ -208,9 +215,7 @@ def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and
     hosts = {read_json(run.attempt(1).endpoint("generator", index))["host"] for index in range(2)}
     assert len(hosts) == 2, hosts
     slurm.call("scontrol", "requeue", job)
-    wait_for("its way back", lambda: slurm.job(job)[0].get("Restarts") == "1")
-    slurm.wait_for_state(job, "PENDING")
-    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    wait_for("its second start", lambda: len(run.all_attempts()) == 2, LONGEST_S)
     assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
     text = log.read_text(encoding="utf-8")
     assert re.search(r"^ +reward +\d", text, re.MULTILINE), text
@@ -247,3 +252,24 @@ def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_p
     assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
     text = log.read_text(encoding="utf-8")
     assert "MPI has made a world of 1 where srun started 3 tasks" in text, text
+
+
+def test_what_generates_nothing_has_one_component_and_no_node_for_engines(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    rows = [{"prompt": f"{number}?", "answer": "thank you"} for number in range(16)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = {
+        "name": "run",
+        "run_root": str(home),
+        "model": {"path": str(model), "max_tokens": 128},
+        "prompts": {"train": str(home / "rows.jsonl")},
+        "algorithm": {"name": "sft", "groups_per_step": 4, "minibatches": 2},
+        "trainer": {"total_steps": 4},
+        "cluster": {"shape": "het", "all": {"cpus": 4}},
+    }
+    (home / "sft.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    job, run, log = submit(slurm, home, str(home / "sft.yaml"))
+    assert [component["NumNodes"] for component in slurm.job(job)] == ["1"]
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 4
