@@ -119,7 +119,7 @@ def test_no_proximal_forward_where_nobody_uses_it(method: ProximalMethod) -> Non
     assert all(batch.proximal is None for batch in itertools.chain.from_iterable(world.backend.trained))
 
 
-def test_a_steps_reward_is_a_mean_over_episodes_not_over_branches() -> None:
+def test_I14_a_steps_reward_is_the_one_that_is_trained_as_a_mean_over_episodes() -> None:
     world = World(total_steps=2)
     assert world.workers is not None
     world.workers.make = branched
