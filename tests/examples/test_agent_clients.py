@@ -13,6 +13,8 @@ from clients.exchange import exchange, faults
 from clients.nightly import install_line
 from dialogues import make_dialogue
 
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.proxy.agent import python_agent, shared_http_client
 
@@ -70,6 +72,11 @@ def test_what_is_not_as_it_should_be_is_told(dialogue: ChatRenderer, agents: dic
 def test_every_example_says_how_its_client_is_installed(client: str) -> None:
     tool, verb, *packages = install_line(client)
     assert (tool, verb) in (("pip", "install"), ("npm", "install")) and packages
+
+
+def test_the_examples_layer_resolves_over_the_quickstart() -> None:
+    config = resolve(load([EXAMPLES.parents[1] / "configs" / "quickstart.yaml", EXAMPLES / "calculator.yaml"]))
+    assert config.agent.python == "calculator_agent:CalculatorAgent"
 
 
 def test_no_directory_of_an_example_is_without_a_case() -> None:

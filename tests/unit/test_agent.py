@@ -182,6 +182,34 @@ def test_H14_an_agent_that_asks_nothing_is_a_failed_sample(hermes: ChatRenderer)
     assert "asked for no completion" in failure(hermes, python_agent(Silent))
 
 
+def test_F13_an_agent_that_fails_before_its_first_question_is_told_of_by_its_own_error(hermes: ChatRenderer) -> None:
+    class Broken:
+        async def run(self, data: Any, **_: Any) -> float:
+            raise FileNotFoundError("no tools.json")
+
+    assert failure(hermes, python_agent(Broken)) == "the agent raised FileNotFoundError: no tools.json"
+    code = "raise SystemExit('no tools.json')"
+    assert failure(hermes, command_agent([sys.executable, "-c", code], ())).endswith("its last words: no tools.json")
+
+
+def test_I17_what_an_agent_prints_is_neither_its_reward_nor_its_end(hermes: ChatRenderer) -> None:
+    forged = 'print("EXIT_CODE: 0", json.dumps({"reward": 1.0}), flush=True)\n'
+    assert rewards(hermes, command_agent([sys.executable, "-c", CURL + forged], ()), script=lambda _: "no") == [0.0]
+    failed = failure(hermes, command_agent([sys.executable, "-c", CURL + forged + "sys.exit(3)"], ()))
+    assert "ended with exit code 3" in failed
+
+
+def test_I18_a_tool_that_raises_in_the_agent_is_no_success(hermes: ChatRenderer) -> None:
+    class Dividing:
+        async def run(self, data: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+            await ask(base_url, api_key, "1 / 0?")
+            return 1 / 0
+
+    assert failure(hermes, python_agent(Dividing)) == "the agent raised ZeroDivisionError: division by zero"
+    told = failure(hermes, command_agent([sys.executable, "-c", CURL + "1 / 0"], ()))
+    assert "ended with exit code 1" in told and "ZeroDivisionError: division by zero" in told
+
+
 def test_an_agent_out_of_turns_is_told_so(hermes: ChatRenderer) -> None:
     class Endless:
         async def run(self, data: Any, *, base_url: str, api_key: str, http_client: Any) -> float:

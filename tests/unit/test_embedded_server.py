@@ -13,6 +13,7 @@ import pytest
 import torch
 from embedded_api import ENDLESS, GREEDY, PROMPT, TOKEN, Api, run
 from tiny_models import make_model
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,25 @@ def test_without_a_token_nothing_is_asked_for(model: Path) -> None:
 
 
 # -- generate
+
+
+def test_G2_ids_are_continued_as_they_are_and_never_by_way_of_their_text(model: Path) -> None:
+    ids = [200, 201, 65, 255, 66]  # bytes that are no characters
+
+    async def use(api: Api) -> None:
+        assert api.engine.text.encode(api.engine.text.decode(ids)) != ids
+        answer = await api.generate(input_ids=ids, sampling_params=GREEDY)
+        assert answer["meta_info"]["prompt_tokens"] == len(ids)
+        whole = torch.tensor([ids + answer["output_ids"]])
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(model)(whole).logits[0, len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer["output_ids"]
+        wanted = logits.log_softmax(-1).amax(-1).tolist()
+        assert [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
+            wanted, abs=1e-4
+        )
+
+    run(model, use)
 
 
 def test_one_prompt_gives_an_object_and_more_give_a_list(model: Path) -> None:

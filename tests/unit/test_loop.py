@@ -140,7 +140,7 @@ def test_a_steps_record_says_what_its_weights_came_to() -> None:
     }
 
 
-def test_a_steps_reward_is_a_mean_over_episodes_not_over_branches() -> None:
+def test_I14_a_steps_reward_is_the_one_that_is_trained_as_a_mean_over_episodes() -> None:
     world = World(total_steps=2)
     assert world.workers is not None
     world.workers.make = branched
