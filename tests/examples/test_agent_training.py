@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training learns through the service; three seeds are ``benchmarks/agent_training.py``."""
+"""An agent that knows nothing of training learns through the service; ``benchmarks/agent_training.py`` has the seeds."""
 
 from __future__ import annotations
 

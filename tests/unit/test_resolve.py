@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "deterministic: what people ask, and when, is not; set it to false, or agent.online.enabled to false",
     ),
     "check_online, offline": (
-        {"agent__online__enabled": True, "algorithm__name": "sft"},
+        {"agent__online__enabled": True, "algorithm__name": "sft", "rollout__reward": ""},
         "agent.online.enabled: algorithm.name sft learns from a data set; choose another",
     ),
     "check_wandb_mode": ({"telemetry__wandb_mode": "on"}, "telemetry.wandb_mode: 'on' is no mode"),
