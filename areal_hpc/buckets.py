@@ -11,6 +11,7 @@ deltas, which are bytes, at the end.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,11 @@ def fingerprint(specs: Iterable[TensorSpec]) -> int:
 
 
 def plan_buckets(
-    weights: Iterable[tuple[str, Weight]], limit_bytes: int, *, device: torch.device | str | None = None
+    weights: Iterable[tuple[str, Weight]],
+    limit_bytes: int,
+    *,
+    device: torch.device | str | None = None,
+    reuse: int = 0,
 ) -> Iterator[Bucket]:
     """Pack a stream of tensors, in the order given, into buckets of at most ``limit_bytes``.
 
@@ -74,6 +79,8 @@ def plan_buckets(
 
     Args:
         device: where the buffers are made; by default where the tensors are.
+        reuse: so many buckets after it, a bucket's memory is taken for another one: fresh memory costs more than the
+            copy into it. 0 is never.
 
     Raises:
         WeightUpdateError: a name comes twice.
@@ -81,25 +88,43 @@ def plan_buckets(
     seen: set[str] = set()
     pending: list[tuple[str, Weight]] = []
     size = 0
+    memory = _Memory(device, reuse)
     for name, tensor in weights:
         if name in seen:
             raise WeightUpdateError(f"weight {name!r} comes twice in one update; names must be unique")
         seen.add(name)
         if pending and size + tensor.nbytes > limit_bytes:
-            yield _fill(pending, device)
+            yield _fill(pending, memory)
             pending, size = [], 0
         pending.append((name, tensor))
         size += tensor.nbytes
     if pending:
-        yield _fill(pending, device)
+        yield _fill(pending, memory)
 
 
-def _fill(weights: list[tuple[str, Weight]], device: torch.device | str | None) -> Bucket:
+class _Memory:
+    """Where buckets are made; ``plan_buckets`` explains the arguments."""
+
+    def __init__(self, device: torch.device | str | None, reuse: int) -> None:
+        self._device, self._reuse = device, reuse
+        self._used: deque[torch.Tensor] = deque(maxlen=reuse)
+
+    def take(self, num: int, at_home: torch.device) -> torch.Tensor:
+        """uint8 [num]."""
+        device = torch.device(self._device or at_home)
+        oldest = self._used.popleft() if self._reuse and len(self._used) == self._reuse else None
+        if oldest is None or oldest.numel() < num or oldest.device != device:
+            oldest = torch.empty(num, dtype=torch.uint8, device=device)
+        self._used.append(oldest)
+        return oldest[:num]
+
+
+def _fill(weights: list[tuple[str, Weight]], memory: _Memory) -> Bucket:
     ordered = sorted(weights, key=lambda item: -item[1].dtype.itemsize)  # stable: equal sizes keep their order
     blank = [_spec(name, tensor) for name, tensor in ordered]
     first = ordered[0][1]
     at_home = first.values.device if isinstance(first, Delta) else first.device
-    buffer = torch.empty(sum(map(num_bytes, blank)), dtype=torch.uint8, device=device or at_home)
+    buffer = memory.take(sum(map(num_bytes, blank)), at_home)
     for (_, tensor), piece in zip(ordered, _pieces(buffer, blank), strict=True):
         if isinstance(tensor, Delta):
             assert isinstance(piece, Delta)
@@ -167,6 +192,12 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec], *, checked: bool =
     if buffer.numel() != expected:
         raise WeightUpdateError(f"a weight bucket has {buffer.numel()} bytes where its tensors need {expected}")
     for spec, piece in zip(specs, _pieces(buffer.cpu(), specs), strict=True) if checked else ():
-        if isinstance(piece, torch.Tensor) and checksum(piece) != spec.checksum:
-            raise WeightUpdateError(f"weight {spec.name!r} arrived with other bytes than were sent (CRC-32C differs)")
+        if isinstance(piece, torch.Tensor):
+            verify(spec.name, piece, spec.checksum)
     return [(spec.name, piece) for spec, piece in zip(specs, _pieces(buffer, specs), strict=True)]
+
+
+def verify(name: str, tensor: torch.Tensor, sent: int) -> None:
+    """Raises WeightUpdateError if the checksum of ``tensor`` is not the one that was ``sent``."""
+    if checksum(tensor) != sent:
+        raise WeightUpdateError(f"weight {name!r} arrived with other bytes than were sent (CRC-32C differs)")

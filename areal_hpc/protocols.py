@@ -58,10 +58,12 @@ class Generator(Protocol):
 class WeightTarget(Protocol):
     """One engine replica as a weight transport sees it.
 
+        stages = await target.prepare()                           whether it samples on while buckets come
         await target.join(group, rank_offset)                     once for each membership
-        await target.pause()                                      running requests freeze and keep their tokens
         await target.load_bucket(group.name, specs)               while rank 0 broadcasts the same bucket; a spec with
                                                                   ``num_changed`` is a delta against what it serves
+        await target.pause()                                      running requests freeze and keep their tokens: before
+                                                                  the first bucket, or where it stages after the last
         await target.resume(version)                              running requests go on under the new version
 
     Each call raises WeightUpdateError naming the engine when the engine refuses or does not answer in time.
@@ -69,6 +71,8 @@ class WeightTarget(Protocol):
 
     name: str
     num_ranks: int
+
+    async def prepare(self) -> bool: ...
 
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 

@@ -44,6 +44,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def update(client: EngineClient, version: int = 9) -> None:
+    await client.prepare()
     await client.pause()
     await client.load_bucket("w-0-0", SPECS)
     await client.load_bucket("w-0-0", SPECS)

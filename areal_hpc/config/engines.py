@@ -53,6 +53,12 @@ class GenerationConfig:
     """Pipeline stages of one engine."""
     max_running: int = 64
     """Sequences an engine decodes at once; more wait in its queue."""
+    max_requests: int = 0
+    """Requests that one process (a rollout worker, the evaluator) gives an engine at once; others wait there. 0 is any
+    number."""
+    max_outstanding_tokens: int = 0
+    """The same in tokens, prompts and `max_new_tokens` together; a request longer than that goes alone. 0 is any
+    number."""
     threads: int = 1
     """CPU threads of one embedded engine."""
     python: str = ""

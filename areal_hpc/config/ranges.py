@@ -91,6 +91,8 @@ RANGES: Final[Mapping[str, str]] = {
     "generation.tensor_parallel": "[1, inf)",
     "generation.pipeline_parallel": "[1, inf)",
     "generation.max_running": "[1, inf)",
+    "generation.max_requests": "[0, inf)",
+    "generation.max_outstanding_tokens": "[0, inf)",
     "generation.threads": "[1, inf)",
     "weights.bucket_mb": "(0, inf)",
     "weights.whole_every": "[1, inf)",

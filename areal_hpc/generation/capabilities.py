@@ -36,6 +36,8 @@ class Capabilities:
     """It compares the CRC-32C of each tensor it receives."""
     deltas: bool
     """It takes what has changed of a tensor."""
+    stages: bool
+    """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
     quarantined: bool
     """An update of it failed half-way; only our own engine says so."""
 
@@ -49,6 +51,7 @@ class Capabilities:
             retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
             checksums=bool(ours.get("checksums")),
             deltas=bool(ours.get("deltas")),
+            stages=bool(ours.get("stages")),
             quarantined=bool(info.get("quarantined")),
         )
 

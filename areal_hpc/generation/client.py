@@ -1,9 +1,10 @@
 """One engine, as a rollout worker (``Generator``) and a trainer (``WeightTarget``) see it, over SGLang's native API.
 
     rollout worker                                   trainer
-    answer = await client.generate(request)          await client.join(group, rank)          each membership
-      interrupted? ask again for what is missing     await client.pause()
+    answer = await client.generate(request)          await client.prepare()
+      interrupted? ask again for what is missing     await client.join(group, rank)          each membership
       updated meanwhile? each token has its version  await client.load_bucket(name, specs)   each bucket
+                                                     await client.pause()                    or before the first
                                                      await client.resume(version)
 
 How running requests live through an update depends on what the engine can do (``PauseMode``). SGLang from 0.5.21 on
@@ -267,17 +268,25 @@ class EngineClient:
         """Drop a weight group. An engine that knows no group of that name has left it just as well."""
         await self._order("/destroy_weights_update_group", {"group_name": group_name}, also=400)
 
+    async def prepare(self) -> bool:
+        """Leave behind whatever an update that failed has left. Whether buckets may come before ``pause``."""
+        try:
+            capabilities = await self._probed()
+            if self._in_session and not capabilities.stages:  # either answer leaves none open; who stages drops it
+                await self._http.call("POST", "/end_weight_update", {}, self.limits.admin_s)
+            self._in_session = False
+        except GenerationError as error:
+            raise WeightUpdateError(f"{self!r} cannot take new weights: {error}") from error
+        self._broken = False
+        return capabilities.stages
+
     async def pause(self) -> None:
         """Stop sampling. Running requests freeze, or come back as far as they are where updates interrupt."""
         try:
-            capabilities = await self._probed()
-            await self._http.order("/pause_generation", {"mode": capabilities.pause_mode()}, self.limits.admin_s)
-            if self._in_session:  # of an update that failed; either answer leaves none open
-                await self._http.call("POST", "/end_weight_update", {}, self.limits.admin_s)
-                self._in_session = False
+            mode = (await self._probed()).pause_mode()
+            await self._http.order("/pause_generation", {"mode": mode}, self.limits.admin_s)
         except GenerationError as error:
             raise WeightUpdateError(f"{self!r} cannot be paused: {error}") from error
-        self._broken = False
 
     async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None:
         """Receive one bucket that rank 0 broadcasts at the same time."""

@@ -9,6 +9,8 @@ given to another engine only if the first never saw it; one that was lost on the
         in  <-------------------------------------------------  out
                  probe: healthy and serving what is expected
 
+An engine that is full, by ``Capacity``, gets no more until something of what it has ends; when all are, requests wait.
+
 An engine that is behind missed an update and may be paused for good, so what it was asked is failed, not waited for.
 """
 
@@ -45,10 +47,27 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What one engine may be given at once; 0 is any number."""
+
+    max_requests: int = 0
+    max_tokens: int = 0
+    """Prompts and budgets together. A request that exceeds it alone is given to an engine that has nothing else."""
+
+    def has_room(self, num_requests: int, tokens: int, cost: int) -> bool:
+        """Whether an engine with so many requests, of so many tokens, may be given one of ``cost`` tokens."""
+        return num_requests == 0 or (
+            (not self.max_requests or num_requests < self.max_requests)
+            and (not self.max_tokens or tokens + cost <= self.max_tokens)
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
     engine: Engine
     outstanding: int = 0  # tokens: prompts and budgets of its running requests
+    num_requests: int = 0
     trouble: str = ""  # why it is out
     behind: asyncio.Event = field(default_factory=asyncio.Event)  # it missed an update
 
@@ -59,14 +78,24 @@ class Router:
     Args:
         probe_s: seconds between two looks at the members that are out.
         wait_s: longest time a request waits for a member to come back when all are out.
+        capacity: of each engine.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, probe_s: float = 2.0, wait_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        probe_s: float = 2.0,
+        wait_s: float = 300.0,
+        capacity: Capacity | None = None,
+    ) -> None:
         assert engines, "a router needs an engine"
         self._members = [_Member(engine) for engine in engines]
         self._names = [engine.name for engine in engines]
         self._probe_s = probe_s
         self._wait_s = wait_s
+        self._capacity = capacity or Capacity()
+        self._freed = asyncio.Event()  # something has ended, or an engine is back
         self._expected = 0
         self._sessions: OrderedDict[str, _Member] = OrderedDict()
         self._serving: dict[str, _Member] = {}  # by request id
@@ -83,8 +112,9 @@ class Router:
         deadline = time.monotonic() + self._wait_s
         cost = len(request.token_ids) + request.sampling.max_new_tokens
         while True:
-            member = await self._choose(request.session)
+            member = await self._choose(request.session, cost)
             member.outstanding += cost
+            member.num_requests += 1
             self._serving[request.request_id] = member
             try:
                 return await self._ask(member, request)
@@ -94,6 +124,8 @@ class Router:
                     raise
             finally:
                 member.outstanding -= cost
+                member.num_requests -= 1
+                self._freed.set()
                 del self._serving[request.request_id]
 
     async def _ask(self, member: _Member, request: GenerationRequest) -> Completion:
@@ -138,16 +170,17 @@ class Router:
         for member in self._members:
             await member.engine.close()
 
-    async def _choose(self, session: str) -> _Member:
-        try:
-            with waiting("any of them to come back", *self._names, limit_s=self._wait_s):
-                async with asyncio.timeout(self._wait_s), self._returned:
-                    await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
-        except TimeoutError as error:
-            raise GenerationError(f"no engine came back in {self._wait_s:g} s: {self.out()}") from error
+    async def _choose(self, session: str, cost: int) -> _Member:
+        """The session's member, if it has room, else the least loaded that has. Waits for one."""
+        await self._until_one_is_in()
+        while not (fit := [m for m in self._members if not m.trouble and self._has_room(m, cost)]):
+            self._freed.clear()
+            with waiting("room at one of them", *self._names, limit_s=None):  # as long as what they run may take
+                await self._freed.wait()
+            await self._until_one_is_in()
         member = self._sessions.get(session)
-        if member is None or member.trouble:
-            member = min((m for m in self._members if not m.trouble), key=lambda m: m.outstanding)
+        if member not in fit:
+            member = min(fit, key=lambda m: m.outstanding)
         if session:
             self._sessions[session] = member
             self._sessions.move_to_end(session)
@@ -155,8 +188,20 @@ class Router:
                 self._sessions.popitem(last=False)
         return member
 
+    def _has_room(self, member: _Member, cost: int) -> bool:
+        return self._capacity.has_room(member.num_requests, member.outstanding, cost)
+
+    async def _until_one_is_in(self) -> None:
+        try:
+            with waiting("any of them to come back", *self._names, limit_s=self._wait_s):
+                async with asyncio.timeout(self._wait_s), self._returned:
+                    await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
+        except TimeoutError as error:
+            raise GenerationError(f"no engine came back in {self._wait_s:g} s: {self.out()}") from error
+
     def _put_out(self, member: _Member, trouble: str) -> None:
         member.trouble = trouble
+        self._freed.set()  # who waits for room may now have to wait for it to come back
         if self._prober is None or self._prober.done():
             self._prober = asyncio.get_running_loop().create_task(self._probe_until_all_are_in())
 
@@ -179,3 +224,4 @@ class Router:
         else:
             member.trouble = ""
             member.behind.clear()
+            self._freed.set()

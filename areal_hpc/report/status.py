@@ -55,7 +55,7 @@ def status_lines(
             "state": f"{_state_text(attempts[-1], job)} (attempt {attempts[-1].epoch})",
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
-            **({"engines": routing} if (routing := newest.routing_text()) else {}),
+            **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -64,6 +64,14 @@ def status_lines(
             **({} if job is not None and job.is_over else _processes(attempts[-1], watch)),
         }
     )
+
+
+def _capacity_text(config: Mapping[str, Any]) -> str:
+    """What a process gives an engine at most, where that is limited."""
+    generation = config.get("generation", {})
+    limits = {"requests": generation.get("max_requests"), "tokens": generation.get("max_outstanding_tokens")}
+    texts = [f"{count(limit)} {what}" for what, limit in limits.items() if limit]
+    return f"; at most {' and '.join(texts)} for each process at each" if texts else ""
 
 
 def _ago(moment: float | None, now: float) -> str:

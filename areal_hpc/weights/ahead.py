@@ -16,6 +16,9 @@ from typing import Self
 
 from areal_hpc.buckets import Bucket
 
+AHEAD = 1
+"""Buckets packed beside the one that the caller has in hand."""
+
 
 class Ahead:
     """``with Ahead(buckets) as ahead: while (bucket := await ahead.take()) is not None: ...``

@@ -1,15 +1,17 @@
 """New weights by collective broadcast: from the trainer's rank 0 to all engine ranks at once, bucket by bucket.
 
-    first bucket ready
-    pause all                            ---- sampling stops
+    first bucket ready, every member says whether it samples on while buckets come
+    pause all, if one does not           ---- sampling stops
     membership changed? every member joins a group of a fresh name w-<epoch>-<k> at a fresh port
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
+    pause all, if that was not needed before
     all received, all checksums right    ---- the version barrier
     resume all under the new version     ---- sampling goes on
 
-When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises, with everybody
-paused. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes later
-is caught up by itself, in a group of two that is gone afterwards: the others sample on, and are not harmed if it fails.
+When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; who is paused
+stays so. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes
+later is caught up by itself, in a group of two that is gone afterwards: the others sample on, and are not harmed if it
+fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from areal_hpc.collective import device_for, interfaces
 from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
-from areal_hpc.weights.ahead import Ahead
+from areal_hpc.weights.ahead import AHEAD, Ahead
 from areal_hpc.weights.baseline import Baseline, sent
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
@@ -80,8 +82,8 @@ class BroadcastTransport:
             ``bytes_saved`` by it, ``fingerprint`` of the weights (see ``buckets.fingerprint``).
 
         Raises:
-            WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, unless it
-                was the resuming that failed: then they serve ``version``.
+            WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, or, if
+                it was the resuming that failed, serve ``version``; or sample on with what they had.
         """
         stream, holders = iter(weights), self.membership.changes
         travelling = stream if self._baseline is None else self._baseline.against(stream, holders)
@@ -121,15 +123,20 @@ class BroadcastTransport:
         specs: list[TensorSpec] = []
         try:
             membership.require()
-            with Ahead(plan_buckets(travelling, self._bucket_bytes, device=self._device)) as ahead:
+            with Ahead(plan_buckets(travelling, self._bucket_bytes, device=self._device, reuse=AHEAD + 1)) as ahead:
                 bucket = await ahead.take()
+                stages = await membership.prepare()
                 paused = time.monotonic()
-                await membership.all("pause", lambda target: target.pause())
+                if not stages:
+                    await membership.all("pause", lambda target: target.pause())
                 await group.gather()
                 while bucket is not None:
                     await group.send(bucket)
                     specs += bucket.specs
                     bucket = await ahead.take()
+            if stages:
+                paused = time.monotonic()
+                await membership.all("pause", lambda target: target.pause())
             await membership.all("resume", lambda target: target.resume(version))
         finally:
             deque(weights, maxlen=0)

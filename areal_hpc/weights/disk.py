@@ -115,6 +115,7 @@ class DiskTransport:
             place, specs = self._write(version, travelling)
         finally:
             deque(weights, maxlen=0)
+        await membership.prepare()
         paused = time.monotonic()
         await membership.all("pause", lambda target: target.pause())
         await membership.all("load weights", lambda target: target.load_directory(str(place), version))
@@ -137,7 +138,7 @@ class DiskTransport:
         hidden = self._directory / f".{name}{UNFINISHED}"
         hidden.mkdir(mode=0o700)
         files, specs = {}, list[TensorSpec]()
-        for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu"), start=1):
+        for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu", reuse=1), start=1):
             file = hidden / f"model-{number:05d}.safetensors"
             files[file.name] = write_file(file, bucket)
             specs += bucket.specs

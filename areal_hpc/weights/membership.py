@@ -4,8 +4,9 @@
     members <------- admit -----------  anyone      a new engine, or one that was restarted: with the next publish
     members <----- catching_up -------  anyone      the same, at once and alone, while the members sample on
 
-A failed update is not resumed: the members that are left stay paused, with weights that may be half new, until a
-publish goes through. Nobody samples with new weights before every member has taken them whole.
+A failed update is not resumed: the members that are left stay paused, with weights that may be half new, or go on with
+the old ones where new ones come beside them, until a publish goes through. Nobody samples with new weights before every
+member has taken them whole.
 """
 
 from __future__ import annotations
@@ -70,6 +71,20 @@ class Membership:
         """Raises WeightUpdateError if nobody is left."""
         if not self.members:
             raise WeightUpdateError(f"no engine is left that could take new weights; lost: {self.lost}")
+
+    async def prepare(self) -> bool:
+        """Make every member ready for an update. Whether all of them sample on while weights come.
+
+        Raises:
+            WeightUpdateError: as ``all``.
+        """
+        stages: list[bool] = []
+
+        async def prepare(target: WeightTarget) -> None:
+            stages.append(await target.prepare())
+
+        await self.all("get ready for new weights", prepare)
+        return all(stages)
 
     async def attempt(self, target: WeightTarget, what: str, call: Call) -> None:
         """One call in bounded time.

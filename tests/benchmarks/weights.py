@@ -4,12 +4,13 @@
 
     raw        the bytes in buffers of the same size, from this process to another; neither packed, nor checked, nor
                loaded by anybody
-    update     ``BroadcastTransport.publish`` to a real embedded engine: packed, CRC-32C on both sides, copied over the
-               model's weights
+    update     ``BroadcastTransport.publish`` to a real embedded engine: packed, CRC-32C on both sides, copied beside
+               the model's weights, put in their place
     in turn    the same, but each bucket packed only when the one before it is loaded
+    changes    the same as ``update`` with a baseline, after 2 % of the elements have changed
 
-The three take turns, and their medians are compared: other work on the machine slows all of them. Writes
-``weights.json`` beside this file and prints a table.
+The four take turns, and their medians are compared: other work on the machine slows all of them. CPU is that of the
+sending process and of the receiving one. Writes ``weights.json`` beside this file and prints a table.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from embedded_process import embedded
@@ -40,6 +42,7 @@ from areal_hpc.generation.client import EngineClient
 from areal_hpc.types import GroupAddress
 from areal_hpc.weights import broadcast
 from areal_hpc.weights.ahead import Ahead
+from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 
 SHAPE: dict[str, Any] = {
@@ -54,6 +57,8 @@ SHAPE: dict[str, Any] = {
 }
 LIMIT_S = 300.0
 MIB = 1 << 20
+SHARE = 0.02
+"""Of elements that change from one update to the next."""
 
 
 class InTurn(Ahead):
@@ -108,32 +113,74 @@ def measure(bucket_bytes: int, num_rounds: int) -> dict[str, Any]:
             return asyncio.run(_rounds(urls[0], weights, bucket_bytes, num_rounds))
 
 
+class Clock:
+    """Seconds of an update, by the wall and by the CPU of the sender and of the ``receiver``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    @contextmanager
+    def measure(self, name: str, receiver: psutil.Process) -> Iterator[None]:
+        start = self._now(receiver)
+        yield
+        for kind, before, after in zip(("", " sender", " receiver"), start, self._now(receiver), strict=True):
+            self.note(f"{name}{kind}", after - before)
+
+    def note(self, name: str, seconds: float) -> None:
+        self.seconds.setdefault(name, []).append(seconds)
+
+    @staticmethod
+    def _now(receiver: psutil.Process) -> tuple[float, float, float]:
+        used = receiver.cpu_times()
+        return time.perf_counter(), time.process_time(), used.user + used.system
+
+
+def change(weights: dict[str, torch.Tensor], random: torch.Generator) -> None:
+    """Turn the sign of ``SHARE`` of the elements."""
+    for value in weights.values():
+        value[torch.rand(value.shape, generator=random) < SHARE] *= -1
+
+
 async def _rounds(url: str, weights: dict[str, torch.Tensor], bucket_bytes: int, num_rounds: int) -> dict[str, Any]:
     total = sum(value.nbytes for value in weights.values())
     sizes = [min(bucket_bytes, total - start) for start in range(0, total, bucket_bytes)]
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    (engine,) = psutil.Process().children()
     client = EngineClient("engine-0", url, token="secret")
-    transport = BroadcastTransport([client], epoch=1, bucket_bytes=bucket_bytes, timeout_s=LIMIT_S)
-    seconds: dict[str, list[float]] = {"raw": [], "update": [], "paused": [], "in turn": [], "paused in turn": []}
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": LIMIT_S}
+    whole = BroadcastTransport([client], epoch=1, **options)
+    changes = BroadcastTransport([client], epoch=2, baseline=Baseline(whole_every=1 << 30), **options)
+    clock, random, saved = Clock(), torch.Generator().manual_seed(0), 0.0
     with raw_receiver(sizes, num_rounds + 1) as group:
+        (other,) = set(psutil.Process().children()) - {engine}
         for number in range(num_rounds + 1):
-            seconds["raw"].append(await asyncio.to_thread(send_raw, group, buffers))
-            told = await transport.publish(2 * number + 1, weights.items())
-            with mock.patch.object(broadcast, "Ahead", InTurn):
-                in_turn = await transport.publish(2 * number + 2, weights.items())
-            for name, one in (("", told), (" in turn", in_turn)):
-                seconds[name.strip() or "update"].append(one["seconds"])
-                seconds[f"paused{name}"].append(one["seconds_paused"])
-    await transport.close()
+            with clock.measure("raw", other):
+                await asyncio.to_thread(send_raw, group, buffers)
+            with clock.measure("update", engine):
+                told = await whole.publish(3 * number + 1, weights.items())
+            clock.note("update paused", told["seconds_paused"])
+            with mock.patch.object(broadcast, "Ahead", InTurn), clock.measure("in turn", engine):
+                told = await whole.publish(3 * number + 2, weights.items())
+            clock.note("in turn paused", told["seconds_paused"])
+            change(weights, random)
+            with clock.measure("changes", engine):
+                told = await changes.publish(3 * number + 3, weights.items())
+            clock.note("changes paused", told["seconds_paused"])
+            saved = told["bytes_saved"] / total
+    for transport in (whole, changes):
+        await transport.close()
     await client.close()
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first makes the group
+    seconds = {name: values[1:] for name, values in clock.seconds.items()}  # the first makes the groups
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "bytes": total,
         "bucket_bytes": bucket_bytes,
         "rounds": num_rounds,
+        "changed": SHARE,
+        "saved": round(saved, 4),
         "median_s": {name: round(value, 4) for name, value in medians.items()},
-        "all_s": {name: [round(value, 4) for value in values[1:]] for name, values in seconds.items()},
-        "ratio": {name: round(medians["raw"] / medians[name], 3) for name in ("update", "in turn")},
+        "all_s": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
+        "ratio": {name: round(medians["raw"] / medians[name], 3) for name in ("update", "in turn", "changes")},
     }
 
 
@@ -146,12 +193,13 @@ def main() -> None:
     result = measure(int(arguments.bucket_mb * MIB), arguments.rounds)
     Path(__file__).with_suffix(".json").write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
     print(f"{result['bytes'] / MIB:.0f} MiB in buckets of {arguments.bucket_mb:g} MiB, medians of {arguments.rounds}")
-    print("            seconds   MiB/s   of raw   engine paused, seconds")
-    for name, paused in (("raw", ""), ("update", "paused"), ("in turn", "paused in turn")):
-        median = result["median_s"][name]
-        share = f"{result['ratio'][name]:6.2f}" if paused else "      "
-        pause = f"{result['median_s'][paused]:8.3f}" if paused else ""
-        print(f"{name:<10}  {median:7.3f}  {result['bytes'] / MIB / median:6.0f}   {share}   {pause}")
+    print("            seconds   MiB/s   of raw   paused   CPU ms/MiB of sender and receiver")
+    for name in ("raw", "update", "in turn", "changes"):
+        median, mib = result["median_s"], result["bytes"] / MIB
+        share, paused = result["ratio"].get(name, 1.0), median.get(f"{name} paused", 0.0)
+        cpu = "   ".join(f"{1000 * median[f'{name} {who}'] / mib:6.2f}" for who in ("sender", "receiver"))
+        print(f"{name:<10}  {median[name]:7.3f}  {mib / median[name]:6.0f}   {share:6.2f}   {paused:6.3f}   {cpu}")
+    print(f"changes: {result['saved']:.1%} of the bytes were not sent")
 
 
 if __name__ == "__main__":

@@ -188,17 +188,23 @@ def test_D20_an_update_arrives_whole_and_both_sides_agree_on_it(
     run_with(trainer, models["old"], use)
 
 
-def test_an_unpaused_engine_holds_still_while_an_update_is_open(models: dict[str, Path], trainer: Trainer) -> None:
+def test_an_unpaused_engine_samples_on_while_an_update_is_open_and_takes_it_at_its_end(
+    models: dict[str, Path], trainer: Trainer
+) -> None:
     async def use(api: Api) -> None:
         running = asyncio.create_task(api.generate(sampling_params=ENDLESS))
         await api.until(lambda info: info["num_running"] == 1)
         await api.post("/begin_weight_update")
-        num = (await api.get("/server_info"))[1]["num_generated_tokens"]
         answers = await trainer.send(api, weights_of(models["new"]), weight_version="2")
         assert all(status == 200 for status, _ in answers)
-        assert (await api.get("/server_info"))[1]["num_generated_tokens"] == num
+        info = (await api.get("/server_info"))[1]
+        assert (info["updating"], info["held_by"], info["weight_version"]) == (True, [], "1")
+        await api.until(lambda later: later["num_generated_tokens"] > info["num_generated_tokens"])
+        sums = await api.post("/weights_checker", action="checksum")
+        old = {name: checksum(tensor) for name, tensor in weights_of(models["old"]).items()}
+        assert sums[1]["ranks"][0]["checksums"] == old
         await api.post("/end_weight_update")
-        assert len((await running)["meta_info"]["weight_versions"]) == 2
+        assert [span["version"] for span in (await running)["meta_info"]["weight_versions"]] == ["1", "2"]
 
     run_with(trainer, models["old"], use)
 
@@ -213,7 +219,8 @@ def test_a_damaged_bucket_quarantines_the_engine_until_a_whole_reload(
         await api.until(lambda info: info["num_running"] == 1)
         await api.post("/begin_weight_update")
         name = "model.norm.weight"
-        [(status, answer)] = await trainer.send(api, {name: weights_of(models["new"])[name]}, damaged=True)
+        await trainer.send(api, {name: weights_of(models["new"])[name]}, damaged=True)
+        status, answer = await api.post("/end_weight_update")  # it is looked at while the next one would come
         assert (status, answer["success"]) == (400, False)
         assert name in answer["message"]
         meta = (await running)["meta_info"]  # what it had is valid; it does not go on under a mixture
@@ -264,15 +271,20 @@ def test_an_update_that_lacks_a_parameter_is_refused_and_a_whole_one_heals(
     run_with(trainer, models["old"], use)
 
 
-def test_an_update_given_up_half_way_is_not_forgotten_by_beginning_another(
+def test_an_update_that_is_given_up_by_beginning_another_has_changed_nothing(
     models: dict[str, Path], trainer: Trainer
 ) -> None:
+    old = {name: checksum(tensor) for name, tensor in weights_of(models["old"]).items()}
+
     async def use(api: Api) -> None:
         await api.post("/begin_weight_update")
-        await trainer.send(api, {"model.norm.weight": weights_of(models["new"])["model.norm.weight"]})
+        await trainer.send(api, weights_of(models["new"]), weight_version="2")
         await api.post("/begin_weight_update")
         assert (await api.post("/end_weight_update"))[0] == 200
-        assert (await api.post("/generate", input_ids=PROMPT, sampling_params=GREEDY))[0] == 503
+        _, told = await api.post("/weights_checker", action="checksum")
+        assert told["ranks"][0]["checksums"] == old
+        answer = await api.generate(sampling_params=GREEDY)
+        assert answer["meta_info"]["weight_version"] == "1"
 
     run_with(trainer, models["old"], use)
 

@@ -53,7 +53,7 @@ def kill_in_update(started: Launched, index: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         connection.request("GET", "/server_info", headers={"Authorization": f"Bearer {token}"})
-        if "update" in json.loads(connection.getresponse().read())["held_by"]:
+        if json.loads(connection.getresponse().read())["updating"]:
             process.kill()
             connection.close()
             return

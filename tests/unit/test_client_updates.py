@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from driven import PROMPT, drive, request, until, update
+from driven import PROMPT, SPECS, drive, request, until, update
 from fake_engine import FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
@@ -63,6 +64,36 @@ def test_checksums_go_only_to_an_engine_that_announces_them() -> None:
     engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True}})
     drive(engine, update)
     assert [body["checksums"] for body in engine.bodies("/update_weights_from_distributed")] == [[77], [77]]
+
+
+def test_changes_go_only_to_an_engine_that_takes_them() -> None:
+    changes = [replace(SPECS[0], num_changed=1), replace(SPECS[0], name="v")]
+
+    async def scenario(client: EngineClient) -> None:
+        await client.prepare()
+        await client.load_bucket("w-0-0", changes)
+
+    engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True, "deltas": True}})
+    drive(engine, scenario)
+    assert [body["nums_changed"] for body in engine.bodies("/update_weights_from_distributed")] == [[1, None]]
+    with pytest.raises(WeightUpdateError, match=r"fake-0.*takes whole tensors only; set weights\.delta=false"):
+        drive(FakeEngine(info={"version": "0.5.21"}), scenario)
+
+
+@pytest.mark.parametrize(("stages", "ended"), [(True, 0), (False, 1)])
+def test_what_an_update_left_open_is_ended_but_not_where_that_would_put_it_into_place(stages: bool, ended: int) -> None:
+    engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True, "stages": stages}})
+
+    async def scenario(client: EngineClient) -> None:
+        assert await client.prepare() is stages
+        await client.load_bucket("w-0-0", SPECS)
+        await client.prepare()
+        assert engine.paths().count("/end_weight_update") == ended
+        engine.begun = False  # as in an engine that begins anew
+        await client.load_bucket("w-0-0", SPECS)
+        assert engine.paths().count("/begin_weight_update") == 2
+
+    drive(engine, scenario)
 
 
 @pytest.mark.parametrize(

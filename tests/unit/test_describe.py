@@ -164,6 +164,8 @@ generation.replicas: int
 generation.tensor_parallel: int
 generation.pipeline_parallel: int
 generation.max_running: int
+generation.max_requests: int
+generation.max_outstanding_tokens: int
 generation.threads: int
 generation.python: str
 generation.server_args: mapping

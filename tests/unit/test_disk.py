@@ -33,6 +33,9 @@ class Target:
         if what == self.refuses:
             raise WeightUpdateError(f"{self.name} refuses to {what}")
 
+    async def prepare(self) -> bool:
+        return False
+
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 
     async def leave(self, group_name: str) -> None: ...

@@ -38,6 +38,9 @@ class Target:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine, self.bad = engine, True
 
+    async def prepare(self) -> bool:
+        return True
+
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 
     async def leave(self, group_name: str) -> None: ...

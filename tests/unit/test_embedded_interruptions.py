@@ -195,7 +195,7 @@ def test_D23_logits_that_are_not_finite_fail_their_request_and_leave_nothing_beh
     weights = load_file(models["old"][0] / "model.safetensors")
     name = "model.layers.0.self_attn.v_proj.weight"
     damaged = torch.full_like(weights[name], torch.nan)
-    engine.scheduler.call(lambda: engine.model.load_weights([(name, damaged)])).result(LIMIT_S)
+    engine.scheduler.call(lambda: engine.model.serving.load([(name, damaged)])).result(LIMIT_S)
     sequence = one(engine, tuple(range(100)), FREE)
     submit(engine, sequence)
     with pytest.raises(GenerationError, match="not finite"):

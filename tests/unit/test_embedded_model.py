@@ -148,7 +148,7 @@ def test_G12_end_tokens_may_be_a_number_a_list_or_absent(tmp_path: Path) -> None
 def test_every_parameter_reads_back_as_the_checkpoint_has_it(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3", 0)
     stored = load_file(tmp_path / "model.safetensors")
-    parameters = load_model(tmp_path, torch.float32, 64).parameters
+    parameters = load_model(tmp_path, torch.float32, 64).serving.by_name
     assert parameters.keys() == stored.keys()
     assert all(torch.equal(parameters[name], stored[name]) for name in stored)
 
@@ -158,7 +158,7 @@ def test_loading_in_place_gives_the_new_model(tmp_path: Path) -> None:
     reference = make_model(tmp_path / "new", "qwen2", 1)
     model = load_model(tmp_path / "old", torch.float32, 64)
     weights = load_file(tmp_path / "new" / "model.safetensors")
-    assert model.missing(model.load_weights(weights.items())) == []
+    assert model.serving.missing(model.serving.load(weights.items())) == []
     cache = KVCache(model.architecture, torch.float32, 1, 64)
     token_ids = torch.arange(20)[None]
     logits = model.logits(model.prefill(token_ids, torch.tensor([0]), cache))
@@ -181,14 +181,14 @@ def test_unknown_misshapen_and_repeated_parameters_are_refused(tied: Model) -> N
         ([("lm_head.weight", torch.zeros(272, 64))], "lm_head"),
     ):
         with pytest.raises(WeightUpdateError, match=named):
-            tied.load_weights(weights)
+            tied.serving.load(weights)
 
 
 def test_a_tied_head_that_equals_the_embedding_and_derived_buffers_are_taken(tied: Model) -> None:
-    embedding = tied.parameters["model.embed_tokens.weight"].clone()
+    embedding = tied.serving.by_name["model.embed_tokens.weight"].clone()
     buffer = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8))
-    assert tied.load_weights([("lm_head.weight", embedding), buffer]) == frozenset()
-    assert "model.norm.weight" in tied.missing(["model.embed_tokens.weight"])
+    assert tied.serving.load([("lm_head.weight", embedding), buffer]) == frozenset()
+    assert "model.norm.weight" in tied.serving.missing(["model.embed_tokens.weight"])
 
 
 def test_an_incomplete_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -209,6 +209,6 @@ def test_a_sharded_checkpoint_is_read_through_its_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     (tmp_path / "consolidated.safetensors").write_bytes(b"another format of the same weights")
-    parameters = load_model(tmp_path, torch.float32, 64).parameters
+    parameters = load_model(tmp_path, torch.float32, 64).serving.by_name
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     assert all(torch.equal(parameters[name], whole[name]) for name in whole)

@@ -177,6 +177,14 @@ def test_every_file_says_what_it_is(path: Path) -> None:
     assert path.stem not in {"utils", "util", "common", "helpers", "misc", "manager", "base", "core"}
 
 
+def test_J17_nothing_is_shut_down_by_a_finaliser() -> None:
+    """It runs wherever garbage is collected, in the middle of an event loop too, and must not wait for anything."""
+    for path in FILES:
+        assert not {module for module, _ in imports(path)} & {"atexit", "weakref.finalize"}, path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), path
+
+
 def test_no_device_is_named_outside_the_accelerator() -> None:
     """K6: a CUDA-only call outside the device layer breaks every other device."""
     for path in FILES:

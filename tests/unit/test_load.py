@@ -90,6 +90,12 @@ def test_a_section_given_in_part_keeps_its_own_defaults_not_those_of_its_type(wr
     assert config.algorithm.reward_norm.mean is Level.GROUP
 
 
+def test_J15_weights_in_fp8_are_refused_so_that_nothing_here_scales_a_block_of_zeros(write: Any) -> None:
+    """An engine's own quantisation is the engine's: what is sent to it is float32 or bfloat16."""
+    with pytest.raises(ConfigError, match=r"model\.dtype: expected float32 \| bfloat16, got .*float8_e4m3fn"):
+        load([write(MINIMAL)], ["model.dtype=float8_e4m3fn"])
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [

@@ -255,6 +255,22 @@ def test_without_shuffle_the_order_is_the_files(tmp_path: Path) -> None:
     assert [stream.next().answer for _ in range(7)] == [0, 2, 4, 6, 8, 0, 2]
 
 
+def test_F11_long_and_short_prompts_of_every_kind_stay_in_their_order_and_none_is_left_out(tmp_path: Path) -> None:
+    """Nothing filters by length: a prompt that leaves no room for an answer fails by name when its turn comes."""
+    history = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    kinds = ["short", "long " * 20_000, history, history * 3_000]
+    rows = [{"prompt": kinds[row % len(kinds)], "answer": row} for row in range(10)]
+    config = config_of(write_json(tmp_path / "a.jsonl", rows), shuffle=False)
+    stream = stream_of(open_dataset(config, "train", 1), config)
+    prompts = [stream.next() for _ in range(20)]
+    assert [prompt.answer for prompt in prompts] == [*range(10)] * 2
+    assert [len(prompt.messages) for prompt in prompts[:4]] == [1, 1, 3, 9000]
+
+
 def test_each_data_epoch_holds_every_row_once_in_an_order_of_its_own() -> None:
     config = config_of(TASK, task_args={"size": 50})
     dataset = open_dataset(config, "train", 1)

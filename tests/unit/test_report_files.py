@@ -235,11 +235,13 @@ def test_the_status_shows_what_each_engine_has_to_do(two_attempts: RunDir) -> No
     ]
     path = two_attempts.attempt(2).records("rollout", 0)
     path.write_bytes(path.read_bytes() + b"".join(map(to_line, records)))
-    lines = status_lines(two_attempts, lambda: START, ask=lambda _: None)
-    (engines,) = [line for line in lines if line.startswith("engines")]
-    assert engines.split(maxsplit=1)[1] == (
-        "generator-0 1,234 tokens outstanding, generator-1 is out: it serves\\nversion 3"
-    )
+    told = "generator-0 1,234 tokens outstanding, generator-1 is out: it serves\\nversion 3"
+    limits = "generation: {max_requests: 16, max_outstanding_tokens: 8000}\n"
+    for more, also in (("", ""), (limits, "; at most 16 requests and 8,000 tokens for each process at each")):
+        two_attempts.config.write_text(two_attempts.config.read_text(encoding="utf-8") + more, encoding="utf-8")
+        lines = status_lines(two_attempts, lambda: START, ask=lambda _: None)
+        (engines,) = [line for line in lines if line.startswith("engines")]
+        assert engines.split(maxsplit=1)[1] == told + also
 
 
 def test_the_status_says_that_nothing_is_kept_also_before_the_first_step_of_an_attempt(two_attempts: RunDir) -> None:

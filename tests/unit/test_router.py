@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation import router as router_module
 from areal_hpc.generation.connection import EngineLost, EngineRefused
-from areal_hpc.generation.router import Router
+from areal_hpc.generation.router import Capacity, Router
 from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 
@@ -87,6 +87,57 @@ def test_requests_go_where_the_fewest_tokens_are_outstanding() -> None:
         assert router.outstanding() == {"engine-0": 0, "engine-1": 0}
 
     drive(scenario)
+
+
+@pytest.mark.parametrize("capacity", [Capacity(max_requests=2), Capacity(max_tokens=39)])  # a request is of 15 tokens
+def test_an_engine_that_is_full_gets_no_more_until_something_ends(capacity: Capacity) -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        asking = [asyncio.create_task(router.generate(request(f"r{k}", "one session"))) for k in range(7)]
+        await until(lambda: len(stubs[0].served + stubs[1].served) == 4)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert router.outstanding() == {"engine-0": 30, "engine-1": 30}  # the session moved when its engine was full
+        asking[0].cancel()
+        await until(lambda: len(stubs[0].served + stubs[1].served) == 5)
+        for stub in stubs:
+            stub.gate.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert sorted(stubs[0].served + stubs[1].served) == [f"r{k}" for k in range(7)]
+        assert router.outstanding() == {"engine-0": 0, "engine-1": 0}
+
+    drive(scenario, capacity=capacity)
+
+
+def test_a_request_longer_than_an_engine_may_have_goes_alone() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        asking = [asyncio.create_task(router.generate(request(name, num=100))) for name in ("long", "other")]
+        await until(lambda: stubs[0].served)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stubs[0].served == ["long"]
+        stubs[0].gate.set()
+        await asyncio.gather(*asking)
+        assert stubs[0].served == ["long", "other"]
+
+    drive(scenario, num=1, capacity=Capacity(max_tokens=50))
+
+
+def test_who_waits_for_room_goes_on_when_the_full_engine_is_lost_and_comes_back() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].gate.clear()
+        first = asyncio.create_task(router.generate(request("first")))
+        await until(lambda: stubs[0].served)
+        second = asyncio.create_task(router.generate(request("second")))
+        await asyncio.sleep(0)
+        await router.expect(1)  # which engine-0 does not serve: it is out, and what it runs is failed
+        with pytest.raises(EngineLost):
+            await first
+        stubs[0].version = 1
+        stubs[0].gate.set()
+        await second
+        assert stubs[0].served == ["first", "second"]
+
+    drive(scenario, num=1, capacity=Capacity(max_requests=1))
 
 
 def test_a_session_stays_on_its_engine() -> None:
@@ -275,15 +326,21 @@ WHEN = st.sampled_from(["cancelled", "left", "outdated"])
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(FATE, st.integers(0, 99), st.integers(0, 2)), max_size=12), st.lists(st.booleans()), WHEN)
+@given(
+    st.lists(st.tuples(FATE, st.integers(0, 99), st.integers(0, 2)), max_size=12),
+    st.lists(st.booleans()),
+    WHEN,
+    st.builds(Capacity, max_requests=st.integers(0, 3), max_tokens=st.integers(0, 200)),
+)
 def test_J18_no_load_is_left_however_requests_end(
-    asked: list[tuple[str, int, int]], sick: list[bool], rest: str
+    asked: list[tuple[str, int, int]], sick: list[bool], rest: str, capacity: Capacity
 ) -> None:
-    """Answered, failed, lost, refused and tried elsewhere, cancelled, or taken from an engine that fell behind."""
+    """Answered, failed, lost, refused and tried elsewhere, cancelled, taken from an engine that fell behind, or waiting
+    for room at full ones."""
 
     async def body() -> None:
         engines = [Fates(f"engine-{k}", ill) for k, ill in enumerate([False, *sick[:2]])]
-        router = Router(engines, probe_s=0.001, wait_s=0.02)
+        router = Router(engines, probe_s=0.001, wait_s=0.02, capacity=capacity)
         tasks = [
             asyncio.create_task(router.generate(request(f"{number}/{fate}", f"s{session}", num)))
             for number, (fate, num, session) in enumerate(asked)

@@ -6,8 +6,8 @@
         admit waiting sequences to free rows, oldest first
         decode one token for every running sequence
 
-Generation is *held* for named reasons: ``pause`` (asked for), ``update`` (an open weight update), ``quarantine`` (a
-weight update that failed half-way). While one of them stands, no token is sampled.
+Generation is *held* for named reasons: ``pause`` (asked for), ``quarantine`` (a weight update failed). While one of
+them stands, no token is sampled.
 
 The thread ends by ``close`` or by an exception. In both cases every sequence that has not finished is resolved, and
 every later call is refused with the cause: nobody waits for an engine that is gone.
@@ -33,7 +33,7 @@ from areal_hpc.waits import ANYBODY, LEADER, waiting
 
 PREFILL_TOKENS = 4096
 """Padded prompt tokens computed between two decode steps; a longer prompt goes alone."""
-PAUSE, UPDATE, QUARANTINE = "pause", "update", "quarantine"
+PAUSE, QUARANTINE = "pause", "quarantine"
 
 T = TypeVar("T")
 

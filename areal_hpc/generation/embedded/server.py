@@ -164,12 +164,13 @@ class EngineRoutes:
         stats = self._scheduler.stats()
         info = {
             "version": VERSION,
-            "areal_hpc": {"checksums": True, "deltas": True},
+            "areal_hpc": {"checksums": True, "deltas": True, "stages": True},
             "model_path": str(self._engine.model_path),
             "dtype": self._engine.dtype,
             "max_running_requests": self._engine.max_running,
             "context_length": self._engine.max_tokens,
             "weight_version": self._scheduler.version,
+            "updating": self._engine.updates.is_open,
             "quarantined": QUARANTINE in self._scheduler.holds,
             **stats,
             "internal_states": [stats],

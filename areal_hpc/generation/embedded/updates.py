@@ -1,21 +1,24 @@
-"""How new weights come in: whole or not at all, and never under a running forward pass.
+"""How new weights come in: whole or not at all, beside what the engine computes with.
 
     join(address, rank)
-    begin()                          generation is held until the update ends
-    load_bucket(...)   any number    received beside the engine's thread, copied between two of its steps
-    end()                            every parameter has come: the new version serves
+    begin()
+    load_bucket(...)   any number    received, while the one before it is checked and copied into the spare weights
+    end()                            every parameter has come: spare and serving weights change places, at once
 
     load_directory(path)             the same from safetensors on disk: shapes are checked before the first byte is
                                      copied, the checksums of a trainer's update as its tensors come
 
-An update that fails after it may have replaced a tensor leaves a mixture of two versions. Then, and whenever a bucket's
-checksum differs, the engine is quarantined: it serves nothing until a whole update or directory has been loaded.
+Sampling goes on until ``end`` unless somebody pauses it. An update that fails changes nothing; yet the trainer has
+newer weights by then, so the engine is quarantined: it serves nothing until a whole update or directory has been
+loaded. What a failed bucket has met is told by the call after it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -23,18 +26,22 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from areal_hpc.buckets import dtype_named, num_bytes, unpack
+from areal_hpc.buckets import dtype_named, num_bytes, unpack, verify
 from areal_hpc.collective import interfaces, join_group, leave_group
 from areal_hpc.delta import Weight, checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.model import Model
-from areal_hpc.generation.embedded.scheduler import QUARANTINE, UPDATE, Scheduler
+from areal_hpc.generation.embedded.scheduler import QUARANTINE, Scheduler
 from areal_hpc.pretrained.files import check_shapes
 from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import read_update, shapes_in
 
 T = TypeVar("T")
+
+
+Arrived = Callable[[], Sequence[tuple[str, Weight]]]
+"""A bucket as it came; asked for its tensors, it proves them first."""
 
 
 @dataclass(slots=True)
@@ -44,6 +51,25 @@ class _Session:
     names: set[str] = field(default_factory=set)
     version: str | None = None
     flush_cache: bool = False
+    loading: Future[None] | None = None  # of the newest bucket
+    memory: deque[torch.Tensor] = field(default_factory=lambda: deque([torch.empty(0, dtype=torch.uint8)] * 2))
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory for one bucket, uint8; that of the bucket before it stays as it is."""
+        self.memory.rotate()
+        if self.memory[0].numel() < num_bytes:
+            self.memory[0] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.memory[0][:num_bytes]
+
+    def settle(self) -> None:
+        """Wait until the newest bucket is loaded.
+
+        Raises:
+            WeightUpdateError: it could not be.
+        """
+        if self.loading is not None:
+            with waiting("a bucket of weights to be copied", limit_s=None):
+                self.loading.result()
 
 
 class WeightUpdates:
@@ -59,6 +85,7 @@ class WeightUpdates:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._session: _Session | None = None
         self._turn = threading.Lock()
+        self._loader = ThreadPoolExecutor(1, "loading", initializer=lambda: torch.set_num_threads(1))
 
     # -- groups
 
@@ -85,16 +112,16 @@ class WeightUpdates:
     def close(self) -> None:
         for name in list(self._groups):
             self.leave(name)
+        self._loader.shutdown()
 
     # -- an update in buckets
 
     def begin(self) -> None:
-        """Open an update. One that was open is given up: what it replaced must come again before the engine serves."""
+        """Open an update. One that was open is given up: none of it has been put into place."""
         with self._turn:
-            self._call(lambda: self._scheduler.holds.add(UPDATE))
-            if self._session is not None and self._session.names:
-                self._quarantine()
-            self._session = _Session()
+            session, self._session = self._session, _Session()
+            if session is not None and session.loading is not None:
+                wait([session.loading])  # the spare weights are the new one's now; if it failed, that was dealt with
 
     def load_bucket(
         self,
@@ -107,7 +134,7 @@ class WeightUpdates:
         flush_cache: bool,
         abort_all: bool,
     ) -> None:
-        """Receive the tensors of ``specs`` from rank 0 of ``group`` and copy them over the model's.
+        """Receive the tensors of ``specs`` from rank 0 of ``group``; they are loaded while the next ones come.
 
         Args:
             flattened: one uint8 broadcast of all tensors back to back, else one broadcast a tensor.
@@ -122,20 +149,20 @@ class WeightUpdates:
                 raise WeightUpdateError(f"group {group!r} does not exist; join it first")
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
-            self._or_quarantine(lambda: self._take(session, group, specs, flattened=flattened, checked=checked))
+            receive = _receive_flattened if flattened else _receive_each
+            with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
+                arrived = self._or_quarantine(lambda: receive(session, self._groups[group], specs, checked))
+            session.settle()
+            session.loading = self._loader.submit(self._or_quarantine, lambda: self._load(session, arrived))
             session.version = version or session.version
             session.flush_cache |= flush_cache
 
-    def _take(
-        self, session: _Session, group: str, specs: Sequence[TensorSpec], *, flattened: bool, checked: bool
-    ) -> None:
-        receive = _receive_flattened if flattened else _receive_each
-        with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-            weights = receive(self._groups[group], specs, checked)
-        twice = session.names & {spec.name for spec in specs}
+    def _load(self, session: _Session, arrived: Arrived) -> None:
+        weights = arrived()
+        twice = session.names & {name for name, _ in weights}
         if twice:
             raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
-        session.names |= self._call(lambda: self._model.load_weights(weights))
+        session.names |= self._model.spare.load(weights, held=self._model.serving)
 
     def end(self) -> None:
         """Close the update: all parameters have come, or none. Closing twice is closing once."""
@@ -143,7 +170,8 @@ class WeightUpdates:
             session, self._session = self._session, None
             if session is None:
                 return
-            missing = self._model.missing(session.names) if session.names else []
+            session.settle()
+            missing = self._model.spare.missing(session.names) if session.names else []
             if missing:
                 self._quarantine()
                 raise WeightUpdateError(
@@ -167,11 +195,11 @@ class WeightUpdates:
             DataError: the directory does not hold this model; nothing has changed.
         """
         with self._turn:
-            check_shapes(directory, self._model.shapes, shapes_in(directory))
+            check_shapes(directory, self._model.spare.shapes, shapes_in(directory))
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
             num_unfinished = self._call(lambda: len(self._scheduler.unfinished))
-            self._or_quarantine(lambda: self._call(lambda: self._model.load_weights(read_update(directory))))
+            self._or_quarantine(lambda: self._model.spare.load(read_update(directory), held=self._model.serving))
             self._session = None
             self._serve(version, flush_cache=flush_cache, whole=True)
             return num_unfinished
@@ -183,21 +211,28 @@ class WeightUpdates:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a new weight version"))
             self._call(lambda: self._scheduler.set_version(version))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an update has begun and not ended."""
+        return self._session is not None
+
     # -- reading back
 
     def checksums(self) -> dict[str, int]:
         """CRC-32C of every parameter by Hugging Face name, as ``TensorSpec.checksum`` has it."""
-        parameters = self._model.parameters
-        return self._call(lambda: {name: checksum(tensor) for name, tensor in parameters.items()})
+        return self._call(lambda: {name: checksum(tensor) for name, tensor in self._model.serving.by_name.items()})
 
     def first_values(self, name: str, num: int) -> list[list[float]]:
         """The first ``num`` rows of a parameter, as floats; a vector is a column."""
-        if name not in self._model.parameters:
+        if name not in self._model.serving.shapes:
             raise WeightUpdateError(f"the model has no parameter {name!r}")
-        values: list[list[float]] = self._call(
-            lambda: self._model.parameters[name].view(len(self._model.parameters[name]), -1)[:num].float().tolist()
-        )
-        return values
+
+        def read() -> list[list[float]]:
+            parameter = self._model.serving.by_name[name]
+            values: list[list[float]] = parameter.view(len(parameter), -1)[:num].float().tolist()
+            return values
+
+        return self._call(read)
 
     # -- with the scheduler
 
@@ -208,40 +243,45 @@ class WeightUpdates:
     def _serve(self, version: str | None, *, flush_cache: bool, whole: bool) -> None:
         def go_on() -> None:
             if whole:
+                self._model.swap()
                 self._scheduler.weights_changed(flush_cache=flush_cache)
                 self._scheduler.holds.discard(QUARANTINE)
             if version is not None and QUARANTINE not in self._scheduler.holds:
                 self._scheduler.set_version(version)
-            self._scheduler.holds.discard(UPDATE)
 
         self._call(go_on)
 
     def _quarantine(self) -> None:
         self._call(self._scheduler.quarantine)
 
-    def _or_quarantine(self, load: Callable[[], object]) -> None:
+    def _or_quarantine(self, take: Callable[[], T]) -> T:
         try:
-            load()
+            return take()
         except (WeightUpdateError, RuntimeError, OSError) as error:
             self._quarantine()
             raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
 
 
 def _receive_flattened(
-    group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool
-) -> Sequence[tuple[str, Weight]]:
-    buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8)
+    session: _Session, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool
+) -> Arrived:
+    buffer = session.buffer(sum(map(num_bytes, specs)))
     dist.broadcast(buffer, group=group, group_src=0)
-    return unpack(buffer, specs, checked=checked)
+    return lambda: unpack(buffer, specs, checked=checked)
 
 
-def _receive_each(group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Sequence[tuple[str, Weight]]:
+def _receive_each(session: _Session, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
+    """Each into memory of its own: in whatever order they come, they cannot lie back to back."""
     weights = [(spec.name, torch.empty(spec.shape, dtype=dtype_named(spec.dtype))) for spec in specs]
-    for (name, tensor), spec in zip(weights, specs, strict=True):
+    for _, tensor in weights:
         dist.broadcast(tensor, group=group, group_src=0)
-        if checked and checksum(tensor) != spec.checksum:
-            raise WeightUpdateError(f"weight {name!r} arrived with other bytes than were sent (CRC-32C differs)")
-    return weights
+
+    def proven() -> Sequence[tuple[str, Weight]]:
+        for (name, tensor), spec in zip(weights, specs, strict=True) if checked else ():
+            verify(name, tensor, spec.checksum)
+        return weights
+
+    return proven
 
 
 def specs_from(

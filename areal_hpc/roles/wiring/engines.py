@@ -19,7 +19,7 @@ from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.fs import RunDir, fsync_directory
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
-from areal_hpc.generation.router import Router
+from areal_hpc.generation.router import Capacity, Router
 from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.telemetry import add_secret
@@ -142,4 +142,6 @@ def _client(process: RoleProcess, index: int) -> EngineClient:
 
 def make_router(process: RoleProcess) -> Router:
     """All engines of the attempt as one. A request waits for a replacement as long as that may take to come up."""
-    return Router(make_clients(process), wait_s=process.config.limits.start_s)
+    generation = process.config.generation
+    capacity = Capacity(max_requests=generation.max_requests, max_tokens=generation.max_outstanding_tokens)
+    return Router(make_clients(process), wait_s=process.config.limits.start_s, capacity=capacity)

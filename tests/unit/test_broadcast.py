@@ -1,0 +1,114 @@
+"""In which order a broadcast pauses, sends and resumes; no process group, nothing is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from areal_hpc.buckets import Bucket
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.weights import broadcast
+from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.broadcast import BroadcastTransport
+from areal_hpc.weights.membership import Membership
+
+WEIGHTS = {"a": torch.ones(400), "b": torch.ones(400), "c": torch.ones(400)}
+
+
+class Target:
+    num_ranks = 1
+
+    def __init__(self, name: str, log: list[str], *, stages: bool, refuses: str = "") -> None:
+        self.name, self._log, self._stages, self.refuses = name, log, stages, refuses
+
+    def note(self, what: str) -> None:
+        self._log.append(f"{self.name} {what}")
+        if what == self.refuses:
+            raise WeightUpdateError(f"{self.name} refuses to {what}")
+
+    async def prepare(self) -> bool:
+        self.note("prepare")
+        return self._stages
+
+    async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
+
+    async def leave(self, group_name: str) -> None: ...
+
+    async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None: ...
+
+    async def load_directory(self, path: str, version: int) -> None: ...
+
+    async def pause(self) -> None:
+        self.note("pause")
+
+    async def resume(self, version: int) -> None:
+        self.note(f"resume {version}")
+
+
+class Group:
+    """Notes what would be sent."""
+
+    log: list[str]
+    sent: list[TensorSpec]
+
+    def __init__(self, membership: Membership, **_: Any) -> None:
+        self.membership = membership
+
+    async def gather(self) -> None:
+        self.log.append("gather")
+
+    async def send(self, bucket: Bucket) -> None:
+        self.log.append("send")
+        self.sent.extend(bucket.specs)
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    Group.log, Group.sent = [], []
+    monkeypatch.setattr(broadcast, "WeightGroup", Group)
+    return Group.log
+
+
+def publish(transport: BroadcastTransport, version: int = 5) -> dict[str, float]:
+    return dict(asyncio.run(transport.publish(version, WEIGHTS.items())))
+
+
+SENDING = ["gather", "send", "send", "send"]
+
+
+def test_engines_that_stage_are_paused_after_the_last_bucket(log: list[str]) -> None:
+    targets = [Target(name, log, stages=True) for name in "xy"]
+    told = publish(BroadcastTransport(targets, epoch=1, bucket_bytes=2000))
+    paused = ["x pause", "y pause", "x resume 5", "y resume 5"]
+    assert log == ["x prepare", "y prepare", *SENDING, *paused]
+    assert told["seconds_paused"] < told["seconds"]
+
+
+def test_one_that_does_not_stage_has_all_paused_before_the_first(log: list[str]) -> None:
+    targets = [Target("x", log, stages=True), Target("y", log, stages=False)]
+    publish(BroadcastTransport(targets, epoch=1, bucket_bytes=2000))
+    assert log == ["x prepare", "y prepare", "x pause", "y pause", *SENDING, "x resume 5", "y resume 5"]
+
+
+@pytest.mark.parametrize("refused", ["prepare", "pause", "resume 5"])
+def test_whoever_fails_is_lost_and_what_follows_is_whole(log: list[str], refused: str) -> None:
+    good, bad = Target("good", log, stages=True), Target("bad", log, stages=True)
+    transport = BroadcastTransport([good, bad], epoch=1, bucket_bytes=2000, baseline=Baseline(whole_every=100))
+    publish(transport, 4)
+    assert publish(transport, 4)["bytes_saved"] == 4800  # nothing had changed
+    bad.refuses = refused
+    with pytest.raises(WeightUpdateError, match=f"bad refuses to {refused}.*Engines left: good"):
+        publish(transport)
+    assert list(transport.membership.lost) == ["bad"]
+    del Group.sent[:]
+    assert publish(transport)["bytes_saved"] == 0
+    assert [(spec.name, spec.num_changed) for spec in Group.sent] == [("a", None), ("b", None), ("c", None)]
+    assert publish(transport)["bytes_saved"] == 4800
+    assert [spec.num_changed for spec in Group.sent[3:]] == [0, 0, 0]

@@ -1,0 +1,130 @@
+"""Buckets into the embedded engine: one is received while the one before it is loaded. No group: bytes are given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from embedded_engines import LIMIT_S, MakeEngine, Models, engines, two_models
+from safetensors.torch import load_file
+
+from areal_hpc.buckets import Bucket, plan_buckets
+from areal_hpc.delta import checksum
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.embedded.engine import EmbeddedEngine
+from areal_hpc.generation.embedded.scheduler import QUARANTINE
+
+NUM_BUCKETS = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return two_models(tmp_path_factory)
+
+
+@pytest.fixture
+def make_engine(models: Models) -> Iterator[MakeEngine]:
+    with engines(models) as make:
+        yield make
+
+
+class Sender:
+    """An engine whose broadcasts bring ``buckets``, and whose loading waits at a gate, bucket by bucket."""
+
+    def __init__(self, engine: EmbeddedEngine, buckets: list[Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine, self.buckets = engine, buckets
+        self.received = [threading.Event() for _ in buckets]
+        self.gates = [threading.Event() for _ in buckets]
+        self._pool = ThreadPoolExecutor(1)
+        monkeypatch.setattr(dist, "broadcast", self._broadcast)
+        engine.updates._groups["g"] = self  # type: ignore[assignment]  # only handed on to the broadcast
+        spare, gates = engine.model.spare, iter(self.gates)
+        load = spare.load
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            assert next(gates).wait(LIMIT_S)
+            return load(*arguments, **options)
+
+        monkeypatch.setattr(spare, "load", slow)
+
+    def _broadcast(self, buffer: torch.Tensor, **_: Any) -> None:
+        number = sum(event.is_set() for event in self.received)
+        buffer.copy_(self.buckets[number].buffer)
+        self.received[number].set()
+
+    def send(self, number: int) -> Future[None]:
+        return self._pool.submit(
+            self.engine.updates.load_bucket,
+            "g",
+            self.buckets[number].specs,
+            flattened=True,
+            checked=True,
+            version="2",
+            flush_cache=False,
+            abort_all=False,
+        )
+
+    def close(self) -> None:
+        self.engine.updates._groups.clear()
+        self._pool.shutdown()
+
+
+def buckets_of(models: Models) -> tuple[list[Bucket], dict[str, int]]:
+    weights = load_file(models["new"][0] / "model.safetensors")
+    limit = sum(value.nbytes for value in weights.values()) // NUM_BUCKETS + 40_000
+    buckets = list(plan_buckets(weights.items(), limit))
+    assert len(buckets) == NUM_BUCKETS
+    return buckets, {name: checksum(value) for name, value in weights.items()}
+
+
+def test_a_bucket_is_received_while_the_one_before_it_is_loaded_into_memory_of_its_own(
+    make_engine: MakeEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    buckets, sums = buckets_of(models)
+    before = engine.updates.checksums()
+    sender = Sender(engine, buckets, monkeypatch)
+    engine.updates.begin()
+    sender.send(0).result(LIMIT_S)  # received, and not loaded: the gate is shut
+    second = sender.send(1)
+    assert sender.received[1].wait(LIMIT_S)
+    assert not second.done()  # two buckets are in memory, and no third one comes
+    assert engine.updates.is_open and engine.updates.checksums() == before and not engine.scheduler.holds
+    for gate in sender.gates:
+        gate.set()
+    second.result(LIMIT_S)
+    sender.send(2).result(LIMIT_S)
+    engine.updates.end()
+    held = engine.updates.checksums()
+    assert {name: held[name] for name in sums} == sums
+    assert engine.scheduler.version == "2"
+    sender.close()
+
+
+def test_what_a_bucket_has_met_is_told_by_the_next_call_and_what_serves_stays_as_it_was(
+    make_engine: MakeEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    buckets, _ = buckets_of(models)
+    before = engine.updates.checksums()
+    buckets[0].buffer[0] ^= 1
+    sender = Sender(engine, buckets, monkeypatch)
+    for gate in sender.gates:
+        gate.set()
+    engine.updates.begin()
+    sender.send(0).result(LIMIT_S)
+    with pytest.raises(WeightUpdateError, match="arrived with other bytes than were sent"):
+        sender.send(1).result(LIMIT_S)
+    with pytest.raises(WeightUpdateError, match="arrived with other bytes than were sent"):
+        engine.updates.end()
+    assert QUARANTINE in engine.scheduler.holds
+    assert engine.updates.checksums() == before
+    engine.updates.load_directory(models["new"][0], "3", flush_cache=True, abort_all=False)
+    assert QUARANTINE not in engine.scheduler.holds
+    assert engine.scheduler.version == "3"
+    sender.close()
