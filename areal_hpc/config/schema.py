@@ -49,6 +49,11 @@ class Recompute(StrEnum):
     LAYERS = "layers"
 
 
+class Attention(StrEnum):
+    EXACT = "exact"
+    FLASH = "flash"
+
+
 class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -216,6 +221,8 @@ class TrainerConfig:
     """Token budget of one forward and backward on one rank."""
     recompute: Recompute = Recompute.NONE
     """What backward computes again instead of forward keeping it: `attention`, or whole `layers`; `megatron` only."""
+    attention: Attention = Attention.EXACT
+    """Kernel of `megatron`: `exact` runs everywhere, a call of torch's for each sequence; `flash` is flash-attn's."""
     threads: int = 1
     """CPU threads of one trainer process."""
     gap_alarm: float = 0.05
