@@ -25,7 +25,7 @@ from areal_hpc.config.engines import OWN_ARGUMENTS
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
-from areal_hpc.config.schema import Config, EngineName, Recompute, RolloutConfig, TrainerBackendName
+from areal_hpc.config.schema import Attention, Config, Dtype, EngineName, Recompute, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
 
@@ -127,6 +127,20 @@ def check_reference_backend(config: Config) -> Iterator[str]:
         yield (
             f"trainer.recompute: reference keeps every activation, so {trainer.recompute} does nothing; set it to "
             "none, or trainer.backend=megatron"
+        )
+
+
+def check_attention(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    fits = (
+        trainer.backend is TrainerBackendName.MEGATRON
+        and config.model.dtype is Dtype.BFLOAT16
+        and trainer.parallel.context == 1
+    )
+    if trainer.attention is Attention.FLASH and not fits:
+        yield (
+            "trainer.attention: flash needs trainer.backend=megatron, model.dtype=bfloat16 and "
+            "trainer.parallel.context=1; set these, or trainer.attention to exact"
         )
 
 
@@ -336,6 +350,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_trainer_ranks,
     check_virtual_pipeline,
     check_reference_backend,
+    check_attention,
     check_engine_ranks,
     check_server_args,
     check_delta,

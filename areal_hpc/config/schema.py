@@ -50,6 +50,11 @@ class Recompute(StrEnum):
     LAYERS = "layers"
 
 
+class Attention(StrEnum):
+    EXACT = "exact"
+    FLASH = "flash"
+
+
 class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -218,6 +223,8 @@ class TrainerConfig:
     """Token budget of one forward and backward on one rank."""
     recompute: Recompute = Recompute.NONE
     """What backward computes again instead of forward keeping it: `attention`, or whole `layers`; `megatron` only."""
+    attention: Attention = Attention.EXACT
+    """Kernel of `megatron`: `exact` runs everywhere, a call of torch's for each sequence; `flash` is flash-attn's."""
     threads: int = 1
     """CPU threads of one trainer process."""
     torchrun_variables: bool = False

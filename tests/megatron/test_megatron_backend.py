@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 import transformers
 from layouts import Run
 from steps import make, make_reference, save, train, weights_of, whole_batch
@@ -140,6 +141,26 @@ def test_E11_packed_sequences_do_not_see_each_other(run: Run, models: dict[str, 
         np.testing.assert_allclose(found[same], before[same], atol=1e-6)
         if batch.loss_mask[~same].any():
             assert np.abs(found[~same] - before[~same]).max() > 0.1
+
+
+def groups_and_weights(ranks: Ranks, parallel: ParallelConfig, path: Path) -> list[Any]:
+    """Process groups when everything is built, and after all that a run does; whether each weight is contiguous."""
+    backend = make(ranks, parallel, path)
+    built = set(c10d._world.pg_names.values())
+    contiguous = {name: tensor.is_contiguous() for name, tensor in backend.weights()}
+    train(backend, backend.data_ranks, 1, 1)  # with log-probs of the policy and of the reference model
+    backend.snapshot()
+    return [built, set(c10d._world.pg_names.values()), contiguous]
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2", "tp2 dp2"])
+def test_K5_every_group_is_made_before_anything_is_computed_and_D8_weights_are_contiguous(
+    run: Run, models: dict[str, Path], layout: str
+) -> None:
+    for built, used, contiguous in run(layout, groups_and_weights, models["qwen3"]):
+        assert built == used
+        assert len(built) > 4
+        assert all(contiguous.values()), contiguous
 
 
 def odd_shares(ranks: Ranks, parallel: ParallelConfig, path: Path) -> dict[str, float]:

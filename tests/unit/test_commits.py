@@ -48,7 +48,9 @@ class Backend:
         return write
 
     def complete(self, directory: str) -> None:
-        """Nothing: one number is whole."""
+        """Note whose parts were there when they were made one."""
+        parts = sorted(path.name for path in Path(directory).glob("model-*"))
+        (Path(directory) / "completed").write_text(" ".join(parts))
 
 
 class Reader:
@@ -312,6 +314,9 @@ def test_B5_rank_0_commits_when_every_rank_has_given_its_word(tmp_path: Path) ->
     other.commits.settle(wait=True)
     names = {path.name for path in one.path(1).iterdir()}
     assert names >= {"model-0", "model-1", "part-00001.json", "MANIFEST.json"}
+    assert (
+        one.path(1) / "completed"
+    ).read_text() == "model-0 model-1"  # once all ranks had written, before the manifest
     assert verify(one.path(1)).layout == {"ranks": 2}
     assert (one.reader.told, other.reader.told) == ([0], [])
 

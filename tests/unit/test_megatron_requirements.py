@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from tiny_models import make_model
 
-from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.config.schema import Attention, ParallelConfig
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.training.megatron import requirements
-from areal_hpc.training.megatron.requirements import check_model, require_megatron
+from areal_hpc.training.megatron.attention import kernel_of
+from areal_hpc.training.megatron.requirements import check_model, require_kernel, require_megatron
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -87,3 +88,11 @@ def test_a_bias_that_is_not_computed_and_a_foreign_model_are_refused(tmp_path: P
     make_model(tmp_path / "gemma", "gemma2", 0)
     with pytest.raises(DataError, match="gemma2"):
         check_model(tmp_path / "gemma", ParallelConfig())
+
+
+def test_a_kernel_that_is_not_installed_is_refused_by_name() -> None:
+    require_kernel(Attention.EXACT)
+    with pytest.raises(ConfigError, match=r"trainer.attention=flash needs flash-attn.*areal-hpc\[flash\]"):
+        require_kernel(Attention.FLASH)
+    with pytest.raises(ConfigError, match=r"trainer.attention=flash needs the package flash_attn"):
+        kernel_of(Attention.FLASH)

@@ -18,6 +18,7 @@ from areal_hpc.config.ranges import RANGES
 from areal_hpc.config.reading import problems_of
 from areal_hpc.config.resolve import read_config, resolve
 from areal_hpc.config.schema import (
+    Attention,
     Config,
     EngineName,
     ModelConfig,
@@ -161,6 +162,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_reference_backend, recompute": (
         {"trainer__recompute": Recompute.LAYERS},
         "trainer.recompute: reference keeps every activation, so layers does nothing",
+    ),
+    "check_attention": (
+        {"trainer__attention": Attention.FLASH},
+        "trainer.attention: flash needs trainer.backend=megatron",
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),

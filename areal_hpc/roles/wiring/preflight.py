@@ -16,7 +16,7 @@ from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.roles.wiring.serving import check_sglang
 from areal_hpc.rollout.reward_pool import RewardPool
-from areal_hpc.training.megatron.requirements import check_model, require_megatron
+from areal_hpc.training.megatron.requirements import check_model, require_kernel, require_megatron
 
 
 def preflight(config: Config) -> None:
@@ -56,6 +56,7 @@ def _refuse_what_cannot_start(config: Config) -> None:
         check_sglang(config)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
         require_megatron()
+        require_kernel(config.trainer.attention)
 
 
 def check_made(config: Config) -> None:

@@ -27,14 +27,17 @@ def split_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of ``targets`` at the sampling temperature, and the entropies of the distributions, without gradient.
 
-    Both are float32 [N]. At most ``chunk_size`` rows of this rank's logits exist at a time.
+    Both are float32 [N]. At most ``chunk_size`` rows of this rank's logits exist at a time: of several chunks each is
+    computed again in the backward pass, while one alone is kept, which takes no more memory.
 
     Args:
         hidden: float [N, H], the same on all ranks of ``group``; what each finds for its gradient is not yet summed.
         weight: float [W, H], this rank's words of the vocabulary, of which ``first`` is the first.
         targets: int64 [N].
     """
-    starts = range(0, max(len(targets), 1), chunk_size)  # one empty chunk of an empty batch keeps the graph whole
+    if len(targets) <= chunk_size:  # also none at all, so that the graph stays whole
+        return _chunk(hidden, weight, targets - first, temperature, group)
+    starts = range(0, len(targets), chunk_size)
     chunks = [
         checkpoint(
             _chunk,

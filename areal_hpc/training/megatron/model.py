@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from areal_hpc import accelerator
 from areal_hpc.config.schema import Recompute, TrainerConfig
 from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies
-from areal_hpc.training.megatron.attention import PackedAttention
+from areal_hpc.training.megatron.attention import PackedAttention, Varlen, kernel_of
 from areal_hpc.training.megatron.names import Split, first_layer, weight_of
 
 RECOMPUTED: Mapping[Recompute, Mapping[str, Any]] = {
@@ -62,10 +62,10 @@ def build(
         number_head: name of a layer that makes one number of each state and stands in the place of the words; such a
             layer called ``score`` has no bias, as transformers' sequence classifiers have none.
     """
-    config = transformer_config(architecture, trainer, dtype)
+    config, kernel = transformer_config(architecture, trainer, dtype), kernel_of(trainer.attention)
     chunks = trainer.parallel.virtual_pipeline
     numbers = range(chunks) if chunks > 1 else [None]
-    return [_build_chunk(architecture, config, number, number_head) for number in numbers]
+    return [_build_chunk(architecture, config, number, number_head, kernel) for number in numbers]
 
 
 def transformer_config(architecture: Architecture, trainer: TrainerConfig, dtype: torch.dtype) -> Any:
@@ -127,13 +127,15 @@ def _mixture(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _build_chunk(architecture: Architecture, config: Any, number: int | None, number_head: str) -> Any:
+def _build_chunk(
+    architecture: Architecture, config: Any, number: int | None, number_head: str, kernel: Varlen | None
+) -> Any:
     from megatron.core import parallel_state
 
     stage = {"ignore_virtual": number is None, "vp_stage": number}
     model = _policy_class()(
         config=config,
-        transformer_layer_spec=_block(config, number),
+        transformer_layer_spec=_block(config, number, kernel),
         vocab_size=padded_vocabulary(architecture, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -173,9 +175,10 @@ def _policy_class() -> Any:
     return Policy
 
 
-def _block(config: Any, number: int | None) -> Any:
+def _block(config: Any, number: int | None, kernel: Varlen | None) -> Any:
     """The specification of this chunk's layers, with our attention and norms in it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     layer = get_gpt_layer_local_spec(
@@ -186,7 +189,7 @@ def _block(config: Any, number: int | None) -> Any:
     )
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"kernel": kernel})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=number)

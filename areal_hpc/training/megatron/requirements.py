@@ -8,7 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_hpc.config.schema import ParallelConfig
+from areal_hpc.config.schema import Attention, ParallelConfig
 from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture, read_architecture
 
@@ -40,6 +40,19 @@ def require_megatron() -> None:
         )
     if release >= WANTS_TRITON and find_spec("triton") is None:
         raise ConfigError(f"trainer.backend=megatron: megatron-core {found} imports triton; pip install triton")
+
+
+def require_kernel(attention: Attention) -> None:
+    """Refuse a kernel of attention that is not installed, by what can be seen without importing it.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    if attention is Attention.FLASH and find_spec("flash_attn") is None:
+        raise ConfigError(
+            "trainer.attention=flash needs flash-attn, which is compiled for CUDA devices at its installation: pip "
+            "install 'areal-hpc[flash]', or set trainer.attention=exact"
+        )
 
 
 def check_model(path: Path, parallel: ParallelConfig) -> Architecture:
