@@ -56,7 +56,7 @@ class RingWriter:
         capacity: int,
         order: FixedOrder | None = None,
         poll_s: float | None = None,
-        fence_s: float = 1.0,
+        fence_s: float = 5.0,
         patience_s: float = 60.0,
     ) -> None:
         self._run, self._epoch, self._slot, self._num_slots = run, epoch, slot, num_slots

@@ -79,7 +79,9 @@ def _paragraphs() -> Iterator[str]:
     for name, key in keys().items():
         default = "required" if key.default is REQUIRED else f"= {written(key.default)}"
         yield f"{name:<{widest}}  {type_name(key.type)}  {default}"
-        yield textwrap.fill(key.help, width=110, initial_indent="    ", subsequent_indent="    ")
+        yield textwrap.fill(
+            key.help, width=110, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
 
 
 def written(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training learns through the service; ``benchmarks/agent_training.py`` has the seeds."""
+"""An agent that knows nothing of training learns through the service; ``benchmarks/agent_training.py`` has seeds."""
 
 from __future__ import annotations
 

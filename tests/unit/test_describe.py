@@ -81,6 +81,7 @@ trainer.optimizer.schedule: constant | linear | cosine
 trainer.optimizer.min_lr: float
 trainer.tokens_per_microbatch: int
 trainer.recompute: none | attention | layers
+trainer.attention: exact | flash
 trainer.threads: int
 trainer.torchrun_variables: bool
 trainer.gap_alarm: float
