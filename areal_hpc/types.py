@@ -83,6 +83,9 @@ class Sampling:
     """Go on past the end of a turn. SGLang then heeds no ``stop_token_ids`` either."""
     seed: int | None = None
     """SGLang heeds it only if its server was started with ``enable_deterministic_inference``."""
+    json_schema: str = ""
+    """JSON schema, as JSON, that the answer is forced to follow; empty is any text. Log-probs are those of what it
+    leaves (``dialogue.grammar``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.dialogue.grammar import Grammars
 from areal_hpc.dialogue.renderer import load_tokenizer
 
 INCOMPLETE = "\ufffd"
@@ -38,6 +39,10 @@ class Text:
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         return text
+
+    def grammars(self, eos_token_ids: Sequence[int], vocab_size: int) -> Grammars:
+        """What forces JSON of a schema in its tokens."""
+        return Grammars(self._tokenizer, eos_token_ids, vocab_size)
 
 
 def load_text(directory: Path) -> Text | None:

@@ -71,6 +71,8 @@ def sampling_params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
+    if sampling.json_schema:
+        params["json_schema"] = sampling.json_schema
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return params

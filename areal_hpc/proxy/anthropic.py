@@ -11,7 +11,7 @@ from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
 from areal_hpc.proxy.events import Api, News, event, generated
-from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, stops
+from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, stops, structure, with_schema
 from areal_hpc.types import Message, StopReason
 
 
@@ -20,6 +20,10 @@ def parse(body: Mapping[str, Any]) -> Ask:
     messages = tuple(_messages(body))
     if not any(one["role"] != "system" for one in messages):
         raise Refused(400, "messages: at least one message is required", param="messages")
+    wanted = given(given(body, "output_config", dict, {}), "format", dict, {})
+    structured = structure(wanted, {**wanted, "strict": True})
+    if structured:
+        messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
     chosen = given(body, "tool_choice", dict, {})
     modes = {"auto": "auto", "any": "required", "tool": "tool", "none": "none"}
@@ -35,6 +39,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         max_tokens=budget(body, "max_tokens"),
         stop=stops(body, "stop_sequences"),
         stream=given(body, "stream", bool, False),
+        **structured,
     )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from areal_hpc.dialogue.grammar import trouble_with
 from areal_hpc.dialogue.messages import message
-from areal_hpc.dialogue.parts import THINK, Parts, Reading
+from areal_hpc.dialogue.parts import THINK, THOUGHT, Parts, Reading
 from areal_hpc.dialogue.text import IncrementalText, first_stop, without_partial_stop
 from areal_hpc.dialogue.tool_formats import ToolFormat, kinds_of
 from areal_hpc.dialogue.transcript import Place, Template
@@ -43,6 +44,8 @@ class Dialect:
     """How it writes calls of tools."""
     trouble: str = ""
     """Why tools cannot be used with it; empty if they can."""
+    schema_trouble: Callable[[str], str] = trouble_with
+    """Why answers cannot be held to a JSON schema; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Call:
 
     def __init__(self, session: Session, ask: Ask, dialect: Dialect) -> None:
         self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
+        self._schema = _forced_schema(ask, dialect)
         self.place = placed(session, ask, dialect)
         self._reading = self._read_as(dialect.written)
         if self._reading.prefix:
@@ -88,7 +92,9 @@ class Call:
 
     def _read_as(self, written: ToolFormat) -> Reading:
         ask = self.ask
-        tail = self._dialogue.spelled(self.place.context[-4:]).rstrip()
+        tail = self._dialogue.spelled(self.place.context[-16:]).rstrip()
+        if self._schema and tail.endswith(THINK):  # reasoning is no JSON: the template's beginning of it is closed
+            return Reading(thinking=True, prefix=f"{THOUGHT}\n\n")
         if not ask.tools or ask.choice.mode == "none":
             return Reading(thinking=tail.endswith(THINK))
         forced = ask.choice.mode in ("required", "tool")
@@ -137,6 +143,7 @@ class Call:
             sampling,
             max_new_tokens=min(self._room, self._share, sampling.max_new_tokens, self.ask.max_tokens or self._room),
             stop=self._stops,
+            json_schema=self._schema,
             seed=None if sampling.seed is None else (sampling.seed + self._turn(number)) % MAX_SEED,
         )
 
@@ -180,6 +187,20 @@ class Call:
             pieces=tuple(self._dialogue.spelled([token]) for token in ids) if self.ask.logprobs else (),
             stopped_by="" if hit is None else hit[1],
         )
+
+
+def _forced_schema(ask: Ask, dialect: Dialect) -> str:
+    """The schema that the engine holds the answer to; beside tools the model is only asked, since it may call one.
+
+    Raises:
+        Refused: it is strict, and cannot be forced.
+    """
+    if not ask.schema or (ask.tools and ask.choice.mode != "none"):
+        return ""
+    trouble = dialect.schema_trouble(ask.schema)
+    if trouble and ask.strict:
+        raise Refused(400, trouble, param="response_format")
+    return "" if trouble else ask.schema
 
 
 def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:

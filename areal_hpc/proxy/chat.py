@@ -22,6 +22,7 @@ from areal_hpc.proxy.requests import (
     function_tools,
     given,
     stops,
+    structure,
     with_schema,
 )
 from areal_hpc.types import Message, StopReason
@@ -36,8 +37,9 @@ def parse_chat(body: Mapping[str, Any]) -> Ask:
     if not messages:
         raise Refused(400, "messages must be a list with at least one message", param="messages")
     wanted = given(body, "response_format", dict, {})
-    if wanted.get("type") in ("json_schema", "json_object"):
-        messages = with_schema(messages, given(wanted, "json_schema", dict, {}).get("schema"))
+    structured = structure(wanted, given(wanted, "json_schema", dict, {}))
+    if structured:
+        messages = with_schema(messages, structured["schema"])
     tools = function_tools(given(body, "tools", list, []))
     return Ask(
         messages=messages,
@@ -46,6 +48,7 @@ def parse_chat(body: Mapping[str, Any]) -> Ask:
         parallel=given(body, "parallel_tool_calls", bool, True),
         max_tokens=budget(body, "max_completion_tokens", "max_tokens"),
         options=given(body, "chat_template_kwargs", dict, {}),
+        **structured,
         **_shared(body),
     )
 

@@ -7,11 +7,11 @@ are accepted and not obeyed. Stop strings and smaller budgets are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_hpc.dialogue.grammar import as_schema
 from areal_hpc.types import Message
 
 MAX_CHOICES = 64
@@ -62,6 +62,10 @@ class Ask:
     stream: bool = False
     usage_chunk: bool = False
     logprobs: bool = False
+    schema: str = ""
+    """JSON schema of the answer, as JSON; empty is any text."""
+    strict: bool = False
+    """Refuse a schema that answers cannot be held to; else the model is only asked to follow it."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """What the answer repeats of the request."""
 
@@ -118,11 +122,22 @@ def checked_choice(choice: Choice, tools: Sequence[Mapping[str, Any]]) -> Choice
     return choice
 
 
-def with_schema(messages: Sequence[Message], schema: Any) -> tuple[Message, ...]:
-    """The conversation with a system message that asks for JSON: the model is asked, not forced by a grammar."""
-    wish = "Answer with one JSON object and nothing else."
-    if schema is not None:
-        wish = f"Answer with one JSON object of this schema and nothing else: {json.dumps(schema, ensure_ascii=False)}"
+def structure(wanted: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """``schema`` and ``strict`` of an ``Ask``; nothing for plain text.
+
+    Args:
+        wanted: a format, with its ``type``.
+        described: what has its ``schema`` and ``strict``.
+    """
+    if wanted.get("type") not in ("json_schema", "json_object"):
+        return {}
+    schema = given(described, "schema", dict, {"type": "object"})
+    return {"schema": as_schema(schema), "strict": given(described, "strict", bool, False)}
+
+
+def with_schema(messages: Sequence[Message], schema: str) -> tuple[Message, ...]:
+    """The conversation with a system message that tells the schema, without which a forced model would be at a loss."""
+    wish = f"Answer with one JSON value of this schema and nothing else: {schema}"
     if messages and messages[0]["role"] == "system":
         return ({**messages[0], "content": f"{messages[0]['content']}\n\n{wish}"}, *messages[1:])
     return ({"role": "system", "content": wish}, *messages)

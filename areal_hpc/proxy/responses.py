@@ -11,7 +11,7 @@ from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
 from areal_hpc.proxy.events import Api, News, event, generated, openai_error
-from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, with_schema
+from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, structure, with_schema
 from areal_hpc.types import Message, StopReason
 
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tool_choice", "tools", "text")
@@ -30,8 +30,9 @@ def parse(body: Mapping[str, Any]) -> Ask:
     if not messages:
         raise Refused(400, "input must be a text or a list with at least one item", param="input")
     wanted = given(given(body, "text", dict, {}), "format", dict, {})
-    if wanted.get("type") in ("json_schema", "json_object"):
-        messages = with_schema(messages, wanted.get("schema"))
+    structured = structure(wanted, wanted)
+    if structured:
+        messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
     return Ask(
         model=given(body, "model", str, ""),
@@ -41,6 +42,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         parallel=given(body, "parallel_tool_calls", bool, True),
         max_tokens=budget(body, "max_output_tokens"),
         stream=given(body, "stream", bool, False),
+        **structured,
         echoed={name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED},
     )
 

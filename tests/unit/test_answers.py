@@ -137,6 +137,7 @@ def test_E3_every_sampling_field_reaches_the_engine() -> None:
         "stop_token_ids": (2, 5),
         "ignore_eos": True,
         "seed": 3,
+        "json_schema": '{"type": "object"}',
     }
     assert set(changes) == {field.name for field in fields(Sampling)}
     plain = Sampling(max_new_tokens=16)

@@ -130,6 +130,7 @@ def test_E3_what_the_engine_does_not_do_is_refused_by_name(model: Path) -> None:
         ("repetition_penalty", 1.05),
         ("frequency_penalty", 0.1),
         ("regex", "a+"),
+        ("json_schema", 5),
         ("beam_width", 4),
         ("n", 0),
         ("max_new_tokens", 0),

@@ -64,6 +64,7 @@ DOORS = {
         "tasks/tiny_model.py",
         "scorer.py",
     ),
+    "llguidance": ("dialogue/grammar.py",),
     "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
     "openai": ("proxy/agent.py",),
     "mpi4py": ("cluster/rendezvous.py",),

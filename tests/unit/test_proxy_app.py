@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from dialogues import FAMILIES, make_dialogue, said
+from dialogues import FAMILIES, HEADER, HERMES, make_dialogue, said
 from served import ADMIN, Served, run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
@@ -85,10 +86,10 @@ async def read_events(answer: Any, path: str, wanted: int) -> list[str]:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_tokens_are_sent_as_they_come_and_a_turn_is_kept_before_its_end_is_told(
+def test_H2_tokens_are_sent_as_they_come_and_a_turn_is_kept_before_its_end_is_told(
     hermes: ChatRenderer, path: str
 ) -> None:
-    """H2: a client may hang up on the terminal event."""
+    """A client may hang up on the terminal event."""
 
     async def scenario() -> None:
         engine = Gated(said(hermes, "abc"))
@@ -495,16 +496,67 @@ def test_tool_choice_none_hides_the_tools_and_one_call_at_a_time_is_one(hermes: 
     run(scenario())
 
 
-def test_a_schema_is_asked_for_in_the_system_message(hermes: ChatRenderer) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+def test_a_schema_is_told_to_the_model_and_forced_by_the_engine(hermes: ChatRenderer) -> None:
+    async def scenario() -> None:
+        async with served(hermes, lambda _: '{"b": 1}') as service:
+            assert (await service.chat("hi", response_format=FORMAT))["message"]["content"] == '{"b": 1}'
+            text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+            await service.post("/v1/responses", {"input": "hi", "instructions": "Be brief.", "text": text})
+            output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+            body = {"messages": [USER], "max_tokens": 9, "output_config": output}
+            assert (await service.post("/v1/messages", body))[0] == 200
+            for request in service.engine.requests:
+                assert json.dumps(SCHEMA) in hermes.spelled(request.token_ids)
+                assert request.sampling.json_schema == json.dumps(SCHEMA)
+            await service.chat("hi", response_format={"type": "json_object"})
+            assert service.engine.requests[-1].sampling.json_schema == '{"type": "object"}'
+            await service.chat("hi", response_format={"type": "text"})
+            assert service.engine.requests[-1].sampling.json_schema == ""
+            await service.chat("hi", response_format=FORMAT, tools=[ADD])  # the answer may be a call
+            assert service.engine.requests[-1].sampling.json_schema == ""
+            await service.chat("hi", response_format=FORMAT, tools=[ADD], tool_choice="none")
+            assert service.engine.requests[-1].sampling.json_schema == json.dumps(SCHEMA)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("strict", "status"), [(True, 400), (False, 200)])
+def test_a_schema_that_cannot_be_forced_is_refused_where_it_is_strict_and_else_asked_for(
+    hermes: ChatRenderer, strict: bool, status: int
+) -> None:
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "{}") as service:
+            format_ = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}, "strict": strict}}
+            body = {"messages": [USER], "response_format": format_}
+            found, answer = await service.post("/v1/chat/completions", body)
+            assert found == status
+            if strict:
+                assert answer["error"]["param"] == "response_format"
+                assert "cannot be forced" in answer["error"]["message"] and service.engine.requests == []
+            else:
+                assert service.engine.requests[-1].sampling.json_schema == ""
+
+    run(scenario())
+
+
+def test_a_schema_begins_behind_the_reasoning_that_a_template_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of models that always think; the engine would be held to JSON inside of their thoughts."""
+    opened = HERMES.removesuffix(HEADER) + HEADER.replace("assistant\n", "assistant\n<think>\n")
+    monkeypatch.setitem(FAMILIES, "opened", (opened, FAMILIES["hermes"][1]))
+    dialogue = make_dialogue(tmp_path, "opened")
 
     async def scenario() -> None:
-        async with served(hermes, lambda _: '{"a": 1}') as service:
-            await service.chat("hi", response_format={"type": "json_schema", "json_schema": {"schema": schema}})
-            text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-            await service.post("/v1/responses", {"input": "hi", "instructions": "Be brief.", "text": text})
-            for request in service.engine.requests:
-                assert json.dumps(schema) in hermes.spelled(request.token_ids)
+        async with served(dialogue, ['{"b": 1}', "Hm.\n</think>\n\nyes"]) as service:
+            assert (await service.chat("hi", response_format=FORMAT))["message"]["content"] == '{"b": 1}'
+            assert dialogue.spelled(service.engine.requests[0].token_ids).endswith("<think>\n</think>\n\n")
+            free = (await service.chat("hi"))["message"]
+            assert (free["reasoning_content"], free["content"]) == ("Hm.", "yes")
 
     run(scenario())
 

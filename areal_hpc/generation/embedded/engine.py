@@ -60,6 +60,7 @@ class EmbeddedEngine:
         self.model = load_model(self.model_path, dtype_named(dtype), max_tokens)
         self.text = load_text(self.model_path)
         architecture = self.model.architecture
+        self.grammars = self.text and self.text.grammars(sorted(architecture.eos_token_ids), architecture.vocab_size)
         if max_tokens > architecture.max_positions:
             raise DataError(
                 f"max_tokens {max_tokens} exceeds the {architecture.max_positions} positions of {model_path}; "
@@ -91,7 +92,8 @@ class EmbeddedEngine:
 
         Raises:
             DataError: an empty prompt, ids outside the vocabulary, more tokens than the context holds, stop strings
-                without a tokenizer. Nothing is ever truncated.
+                or a schema without a tokenizer, a schema that cannot be forced. Nothing is ever truncated.
+            ConfigError: the package that forces schemas is not installed.
         """
         self._check(prompt, params, logprob_start)
         parent = request_id or uuid.uuid4().hex
@@ -107,6 +109,7 @@ class EmbeddedEngine:
                 logprob_start=logprob_start,
                 num_top=num_top,
                 tracker=IncrementalText(self.text.decode) if params.stop and self.text else None,
+                matcher=self.grammars.matcher(params.json_schema) if params.json_schema and self.grammars else None,
             )
             for index in range(params.n)
         ]
@@ -126,3 +129,5 @@ class EmbeddedEngine:
             raise DataError(f"logprob_start_len must be -1 or in [0, {len(prompt)})")
         if params.stop and self.text is None:
             raise DataError(f"stop strings need a tokenizer, and {self.model_path} has none")
+        if params.json_schema and self.grammars is None:
+            raise DataError(f"a JSON schema needs a tokenizer, and {self.model_path} has none")

@@ -167,12 +167,15 @@ class BatchRunner:
         early = np.flatnonzero(self._generated[rows] < self._minimum[rows])
         if early.size:
             logits[early] = logits[early].masked_fill(torch.from_numpy(self._stops[rows[early]]), -torch.inf)
+        sequences = [self.running[row] for row in rows]
+        _hold_to_schemas(logits, sequences)
         sampled = sample(logits, self._sampling(rows), uniforms(self._seed[rows], self._generated[rows]))
         token_ids = sampled.token_ids.numpy()
-        sequences = [self.running[row] for row in rows]
         for sequence, token_id, logprob in zip(sequences, token_ids.tolist(), sampled.logprobs.tolist(), strict=True):
             sequence.token_ids.append(token_id)
             sequence.logprobs.append(logprob)
+            if sequence.matcher is not None and np.isfinite(logprob):
+                sequence.matcher.take(token_id)
         self.num_tokens += len(sequences)
         advance("tokens generated", len(sequences))
         self._generated[rows] += 1
@@ -226,6 +229,13 @@ class BatchRunner:
             sequence.finish("stop", matched=token_id)
         elif sequence.finish_reason is None:
             sequence.finish("length", length=sequence.params.max_new_tokens)
+
+
+def _hold_to_schemas(logits: torch.Tensor, sequences: Many[Sequence]) -> None:
+    """Leave of ``logits`` [b, V] what the schemas of their ``sequences`` [b] allow, before anything else is judged."""
+    for row, sequence in enumerate(sequences):
+        if sequence.matcher is not None:
+            logits[row].masked_fill_(torch.from_numpy(~sequence.matcher.allowed()), -torch.inf)
 
 
 def _top(distribution: torch.Tensor, num: int) -> list[list[TokenLogprob]]:

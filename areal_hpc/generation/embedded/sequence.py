@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_hpc.dialogue.grammar import Matcher
 from areal_hpc.dialogue.text import IncrementalText
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.sampler import mix
@@ -24,7 +25,6 @@ NEUTRAL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "spaces_between_special_tokens": True,
-    "json_schema": None,
     "regex": None,
     "ebnf": None,
     "structural_tag": None,
@@ -52,6 +52,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
+    json_schema: str = ""
 
     def __post_init__(self) -> None:
         for holds, rule in (
@@ -86,6 +87,7 @@ class SamplingParams:
 
 NUMBERS = ("temperature", "top_p", "min_p")
 FLAGS = ("ignore_eos", "skip_special_tokens", "no_stop_trim")
+TEXTS = ("json_schema",)
 LISTS = {"stop": str, "stop_token_ids": int}
 
 
@@ -95,6 +97,8 @@ def _check_kind(key: str, value: Any) -> None:
         kind = f"a list of {LISTS[key].__name__}"
     elif key in FLAGS:
         fits, kind = isinstance(value, bool), "true or false"
+    elif key in TEXTS:
+        fits, kind = isinstance(value, str), "a text"
     elif key in NUMBERS:
         fits, kind = isinstance(value, int | float), "a number"
     else:
@@ -128,6 +132,8 @@ class Sequence:
     """Called in the engine's thread with the number of tokens, while it has not finished."""
     tracker: IncrementalText | None = None
     """Follows the text where there are stop strings."""
+    matcher: Matcher | None = None
+    """Follows the answer where it has a schema."""
 
     row: int = -1
     prefix: tuple[int, ...] = ()

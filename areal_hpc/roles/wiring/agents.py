@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.config.schema import Config, ToolFormatName
+from areal_hpc.config.schema import Config, EngineName, ToolFormatName
 from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.tool_formats import FORMATS, detect
@@ -47,9 +47,10 @@ def make_agent(config: Config, http_client: Any = None) -> Agent:
     return python_agent(partial(dotted(agent.python, "agent.python"), **agent.args), http_client)
 
 
-def make_dialect(renderer: ChatRenderer, name: ToolFormatName) -> Dialect:
+def make_dialect(renderer: ChatRenderer, name: ToolFormatName, engine: EngineName = EngineName.EMBEDDED) -> Dialect:
     written = FORMATS[detect(renderer.template) if name is ToolFormatName.AUTO else name]
-    return Dialect(dialogue=renderer, written=written, trouble=tool_trouble(renderer))
+    known = {} if engine is EngineName.EMBEDDED else {"schema_trouble": lambda _: ""}  # SGLang judges schemas itself
+    return Dialect(dialogue=renderer, written=written, trouble=tool_trouble(renderer), **known)
 
 
 @asynccontextmanager
@@ -63,7 +64,7 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
     sessions = Sessions(renderer, idle_s=max(config.agent.idle_s, config.rollout.timeout_s))
     service = Service(
         sessions=sessions,
-        dialect=make_dialect(renderer, config.agent.tool_format),
+        dialect=make_dialect(renderer, config.agent.tool_format, config.generation.backend),
         model=Path(config.model.path).name,
         open_session=opener(process, sessions, generator),
         admin_token=process.token,

@@ -65,7 +65,7 @@ async def make_online(
         )
         service = Service(
             sessions=sessions,
-            dialect=make_dialect(renderer, agent.tool_format),
+            dialect=make_dialect(renderer, agent.tool_format, config.generation.backend),
             model=Path(config.model.path).name,
             open_session=open_session,
             admin_token=process.token,

@@ -1,0 +1,115 @@
+"""Which tokens may come next in JSON of a schema: what forces structured output, token by token.
+
+    grammars = Grammars(tokenizer, eos_token_ids, vocab_size)
+    matcher = grammars.matcher(schema)              one for each answer
+    allowed = matcher.allowed()                     bool [V]; before each token
+    matcher.take(token)
+
+The only door of llguidance, an extra. Whoever samples renormalises over what is allowed, and **the log-prob that goes
+with a token is that of this distribution**, since it is the one that was sampled (SGLang does the same). A token that
+the schema left no choice about has log-prob 0 whatever the model thinks of it. So the ratio of the policy to the
+behaviour policy is small where the schema overruled the model, and such tokens teach it little, while its choices
+inside the schema teach it as they do elsewhere. Nothing is left out of training for having been forced.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_hpc.errors import ConfigError, DataError
+from areal_hpc.extras import optional
+
+WHAT = "JSON of a schema"
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As ``json.dumps`` writes, and most of what models have read; a free choice of blanks can go on for ever."""
+
+
+def _llguidance() -> Any:
+    return optional("llguidance", extra="models", what=WHAT)
+
+
+@functools.lru_cache(maxsize=256)
+def grammar_of(schema: str) -> str:
+    """What llguidance makes of a JSON schema, which is given as JSON.
+
+    Raises:
+        DataError: it is no schema, or asks for what cannot be forced.
+        ConfigError: the package is not installed.
+    """
+    matcher = _llguidance().LLMatcher
+    try:
+        grammar: str = matcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+    except ValueError as error:
+        raise DataError(f"the schema cannot be forced: {error}; simplify it") from error
+    failed, told = matcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        raise DataError(f"the schema cannot be forced: {told[0].partition(chr(10))[0]}; simplify it")
+    return grammar
+
+
+def trouble_with(schema: str) -> str:
+    """Why answers cannot be held to a schema here; empty if they can."""
+    try:
+        grammar_of(schema)
+    except (DataError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+class Grammars:
+    """Makes matchers over one tokenizer.
+
+    Args:
+        tokenizer: of transformers, backed by a tokenizer.json.
+        vocab_size: of the model's logits, which may be more than the tokenizer has.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._tokenizer, self._eos, self._vocab_size = tokenizer, list(eos_token_ids), vocab_size
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        """Made at the first use: a second for a vocabulary of a hundred thousand tokens."""
+        text = self._tokenizer.backend_tokenizer.to_str()
+        size = max(self._vocab_size, len(self._tokenizer))
+        return _llguidance().LLTokenizer(text, n_vocab=size, eos_token=self._eos)
+
+    def matcher(self, schema: str) -> Matcher:
+        """Raises DataError and ConfigError as ``grammar_of``."""
+        matcher = _llguidance().LLMatcher(self._tokens, grammar_of(schema), log_level=0)
+        return Matcher(matcher, self._eos, self._vocab_size)
+
+
+class Matcher:
+    """Follows one answer."""
+
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._matcher, self._eos, self._vocab_size = matcher, list(eos_token_ids), vocab_size
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The tokens that may come next [V]; once the JSON is whole, those that end a turn."""
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        if self._matcher.is_stopped():
+            allowed[self._eos] = True
+            return allowed
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        known = min(self._vocab_size, bits.size)
+        allowed[:known] = bits[:known]
+        return allowed
+
+    def take(self, token: int) -> None:
+        """Go on by a token that was allowed."""
+        if not self._matcher.is_stopped():
+            taken = self._matcher.consume_token(token)
+            assert taken, f"token {token} was not allowed: {self._matcher.get_error()}"
+
+
+def as_schema(value: Any) -> str:
+    """A JSON schema as JSON; the order of properties is kept, since answers have it as well."""
+    return json.dumps(value, ensure_ascii=False)
