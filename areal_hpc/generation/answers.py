@@ -34,7 +34,13 @@ class Answer:
 
 
 def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) -> dict[str, Any]:
-    """The body that asks for what is still missing after the tokens ``so_far``; the budget left is exact."""
+    """The body that asks for what is still missing after the tokens ``so_far``; the budget left is exact.
+
+    Raises:
+        BadAnswer: an engine would hold the rest alone to the request's schema.
+    """
+    if so_far and request.sampling.json_schema:
+        raise BadAnswer("it was interrupted, and cannot go on in the middle of a JSON schema; ask again")
     return {
         "rid": rid,
         "input_ids": [*request.token_ids, *so_far],

@@ -209,8 +209,6 @@ class EngineClient:
             so_far.extend(answer.token_ids)
             if answer.stop.is_complete() or len(so_far) == budget:
                 break
-            if request.sampling.json_schema and so_far:
-                raise BadAnswer("it was interrupted, and cannot go on in the middle of a JSON schema; ask again")
             idle = 0 if answer.token_ids else idle + 1
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
         return join_answers(answers, budget)

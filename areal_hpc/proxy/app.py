@@ -174,9 +174,9 @@ class Routes:
             self._admit(request)
             session = self._service.open_session()
         elif self._is_admin(request):
-            session = self._service.online.begin(key)
+            session = self._service.online.begin(key or None)
         else:
-            session = self._service.online.begin(bearer(request) or "-")
+            session = self._service.online.begin(bearer(request))
         return web.json_response({"session_id": session.id, "api_key": session.key})
 
     async def start_group(self, request: web.Request) -> web.Response:

@@ -128,20 +128,20 @@ class Online:
     def is_standing(self, key: str) -> bool:
         return same(key, self._standing_key)
 
-    def begin(self, key: str = "") -> Session:
-        """A new episode alone; with ``key`` the one that this key spoke for has ended.
+    def begin(self, key: str | None = None) -> Session:
+        """A new episode alone, with a new key; with ``key`` the one that this key spoke for has ended.
 
         Raises:
             Refused: the key is unknown, or one of a group's, which has one episode.
         """
-        before = self._sessions.find(key) if key else None
-        if key and before is None and not self.is_standing(key):
+        before = None if key is None else self._sessions.find(key)
+        if key is not None and before is None and not self.is_standing(key):
             raise Refused(401, "the API key is missing or opens no session", code="invalid_api_key")
         if before is not None:
             if any(before in one.sessions and not one.alone for one in self._under_way):
                 raise Refused(400, "this key is of a group's session, which has one episode; start another group")
             before.close()
-        session = self._open_session(key=key)
+        session = self._open_session(key=key or "")
         self._add(session.id, [session], alone=True, about={})
         return session
 

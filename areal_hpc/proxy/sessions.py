@@ -91,6 +91,7 @@ class Session:
             yield
         finally:
             self.num_open -= 1
+            self.used = time.monotonic()
             if not self.num_open:
                 self._await_agent()
 

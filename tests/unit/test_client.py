@@ -7,6 +7,7 @@ import math
 import pickle
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def test_F1_F2_an_interrupted_answer_equals_an_uninterrupted_one(cuts: list[int]
         done = len(body["input_ids"]) - len(PROMPT)
         assert body["sampling_params"]["max_new_tokens"] == 8 - done > 0
     assert len({body["rid"] for body in engine.bodies("/generate")}) == len(engine.bodies("/generate"))
+
+
+def test_an_answer_under_a_schema_that_was_interrupted_in_its_middle_is_not_continued() -> None:
+    """Its rest would be held to the whole schema again; before its first token nothing is lost."""
+    under = replace(request(), sampling=replace(request().sampling, json_schema="{}"))
+    engine = FakeEngine(interrupt_at=[3])
+    with pytest.raises(GenerationError, match="in the middle of a JSON schema"):
+        drive(engine, lambda client: client.generate(under))
+    engine = FakeEngine(interrupt_at=[0])
+    assert drive(engine, lambda client: client.generate(under)).token_ids.tolist() == expected_tokens(PROMPT, 8)
+    assert {body["sampling_params"]["json_schema"] for body in engine.bodies("/generate")} == {"{}"}
 
 
 def test_F14_a_request_that_was_sent_is_never_sent_again() -> None:

@@ -87,7 +87,7 @@ people = st.fixed_dictionaries(
 @settings(max_examples=25)
 @given(people)
 def test_whatever_the_schema_allows_can_be_sampled(person: dict[str, Any]) -> None:
-    text = json.dumps(person, ensure_ascii=False)
+    text = json.dumps({name: person[name] for name in PERSON["properties"]}, ensure_ascii=False)
     matcher = GRAMMARS.matcher(as_schema(PERSON))
     for token in [*TOKENIZER.encode(text), EOS]:
         assert matcher.allowed()[token], (text, token)
