@@ -25,6 +25,7 @@ def hostile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """A finished run of two workers whose rewards hang or raise for two of three prompts."""
     words = ("rollout.workers=2", "weights.transport=disk", "buffer.max_staleness=3", "algorithm.proximal=loglinear")
     words += ("rollout.reward=tiny_task:sometimes", "rollout.reward_timeout_s=0.3", "rollout.attempts=1")
+    words += ("weights.delta=true", "generation.max_requests=2")
     with launched(tmp_path_factory.mktemp("hostile"), model, *words, "rollout.reward_workers=2") as started:
         assert started.wait() == 0, started.text
     return started
@@ -37,16 +38,25 @@ def assert_finished(started: Launched, max_staleness: int) -> None:
     assert max(record.number("ring_staleness_max") or 0 for record in steps) <= max_staleness
 
 
+def assert_savings_are_told(started: Launched) -> None:
+    """At this learning rate float32 weights change nearly all, and travel whole then: it is told all the same."""
+    told = [(record.number("weight_bytes"), record.number("weight_bytes_saved")) for record in started.records("step")]
+    assert all(sent is not None and saved is not None for sent, saved in told)
+    assert len({sent + saved for sent, saved in told}) == 1  # type: ignore[operator]  # both are there
+
+
 def test_two_ranks_and_two_engines_train_synchronously(model: Path, tmp_path: Path) -> None:
     words = ("trainer.ranks=2", "algorithm.minibatches=2", "generation.replicas=2", "buffer.max_staleness=0")
-    with launched(tmp_path, model, *words) as started:
+    with launched(tmp_path, model, *words, "weights.delta=true") as started:
         assert started.wait() == 0, started.text
     assert_finished(started, max_staleness=0)
+    assert_savings_are_told(started)
     assert num_consumed(started.run) == STEPS * GROUPS
 
 
 def test_two_workers_over_the_disk_transport_finish(hostile: Launched) -> None:
     assert_finished(hostile, max_staleness=3)
+    assert_savings_are_told(hostile)
 
 
 def test_A38_two_trainer_ranks_stop_together_and_one_that_dies_ends_the_run(model: Path, tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from areal_hpc.weight_files import read_update, shapes_in
 
 T = TypeVar("T")
 
-
 Arrived = Callable[[], Sequence[tuple[str, Weight]]]
 """A bucket as it came; asked for its tensors, it proves them first."""
 
@@ -119,9 +118,8 @@ class WeightUpdates:
     def begin(self) -> None:
         """Open an update. One that was open is given up: none of it has been put into place."""
         with self._turn:
-            session, self._session = self._session, _Session()
-            if session is not None and session.loading is not None:
-                wait([session.loading])  # the spare weights are the new one's now; if it failed, that was dealt with
+            self._give_up()
+            self._session = _Session()
 
     def load_bucket(
         self,
@@ -179,6 +177,12 @@ class WeightUpdates:
                 )
             self._serve(session.version, flush_cache=session.flush_cache, whole=bool(session.names))
 
+    def _give_up(self) -> None:
+        """End an open update, if there is one, and see to it that nobody writes into the spare weights any more."""
+        session, self._session = self._session, None
+        if session is not None and session.loading is not None:
+            wait([session.loading])  # if it failed, that was dealt with
+
     def _opened(self) -> _Session:
         if self._session is None:
             raise WeightUpdateError(
@@ -199,8 +203,8 @@ class WeightUpdates:
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
             num_unfinished = self._call(lambda: len(self._scheduler.unfinished))
+            self._give_up()
             self._or_quarantine(lambda: self._model.spare.load(read_update(directory), held=self._model.serving))
-            self._session = None
             self._serve(version, flush_cache=flush_cache, whole=True)
             return num_unfinished
 
