@@ -85,11 +85,11 @@ def expected(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     ("name", "layout"),
     [
         ("ppo", "tp2 pp2"),
-        ("ppo", "cp2"),
+        pytest.param("ppo", "cp2", marks=pytest.mark.long),
         ("sft", "tp2 dp2"),
-        ("dpo", "pp2 dp2"),
+        pytest.param("dpo", "pp2 dp2", marks=pytest.mark.long),
         ("dpo", "cp2"),
-        ("reward_model", "tp2 pp2"),
+        pytest.param("reward_model", "tp2 pp2", marks=pytest.mark.long),
         ("reward_model", "cp2 dp2"),
     ],
 )

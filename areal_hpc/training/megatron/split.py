@@ -1,8 +1,9 @@
 """A model that ranks hold parts of, and its optimizer: the policy's, and in the same way the critic's.
 
 model = SplitModel(source, architecture, trainer, place, dtype=dtype, number_head="")
-passes.run(model.optimizer.chunks, parts, head, on_outputs, train=True)
-model.write(directory)                      what ``take`` has copied, in any thread
+model.chunks                                forward only
+model.optimizer.chunks                      the same, whose gradients are summed over ranks
+model.weights, model.state                  whole tensors for engines, pieces for checkpoints
 """
 
 from __future__ import annotations

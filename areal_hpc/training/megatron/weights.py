@@ -106,11 +106,6 @@ class Weights:
         return self._place.tensor if weight.expert is None else self._place.expert_tensor
 
     @property
-    def names(self) -> list[str]:
-        """Of all tensors of the model, sorted."""
-        return sorted(name for names in self._homes for name in names)
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all whole tensors of the model, by name."""
         return {
