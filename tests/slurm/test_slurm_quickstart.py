@@ -36,7 +36,8 @@ def waits_in_the_queue_for_a_week(slurm: SlurmCluster, job: str, run: RunDir) ->
     for path in run.root.rglob("*"):
         status = path.stat()
         os.utime(path, (status.st_atime - LAST_WEEK_S, status.st_mtime - LAST_WEEK_S))
-    slurm.call("scontrol", "release", job)
+    for component in slurm.job(job):
+        slurm.run("scontrol", "release", component["JobId"])
 
 
 def start(slurm: SlurmCluster, home: Path, shape: str, words: list[str]) -> tuple[str, RunDir, Path]:
