@@ -74,6 +74,13 @@ def paced(text: str, answer: int, prompt: Prompt) -> float:
     return spread(text, answer, prompt)
 
 
+def held(text: str, answer: int, prompt: Prompt) -> float:
+    """As ``paced``, but not before whoever has put a file ``hold`` where the run was started takes it away."""
+    while Path("hold").exists():
+        time.sleep(0.05)
+    return paced(text, answer, prompt)
+
+
 def sometimes(text: str, answer: int, prompt: Prompt) -> float:
     """As ``spread``, but for every third prompt it sleeps for ever, and for the one after it raises."""
     if answer % 3 == 0:
