@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError, ConfigError, Stalled, UserError
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
-from areal_hpc.roles.service import add_service_commands
+from areal_hpc.roles import join_command, service
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train: start every process of a run on this machine and watch it")
     _add_run_arguments(run)
     run.set_defaults(command=lambda options: _launch(options, _resolved(options.config)))
-    add_service_commands(commands, _add_run_arguments, _launch)
+    service.add_service_commands(commands, _add_run_arguments, _launch)
 
     _add_slurm_commands(commands)
 
@@ -195,6 +195,7 @@ def _add_slurm_commands(commands: Commands) -> None:
     submit.add_argument("--resume", action="store_true", help="continue the run that the run directory holds")
     submit.add_argument("--takeover", action="store_true", help="with --resume: even if an attempt seems to be running")
     submit.set_defaults(command=_submit)
+    join_command.add_join(commands)
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -264,8 +265,7 @@ def _submit(options: argparse.Namespace) -> int:
     from areal_hpc.roles.submission import submit_run
 
     more = [f"--{name}" for name in ("resume", "takeover") if getattr(options, name)]
-    submitted = submit_run(_resolved(options.config), main, more)
-    print(f"job {submitted.job_id}\nrun {submitted.run.root}\nlog {submitted.log}")
+    print("\n".join(submit_run(_resolved(options.config), main, more).lines()))
     return 0
 
 

@@ -125,6 +125,18 @@ class Router(ScriptedGenerator):
         return {}
 
 
+class Roster:
+    """No engines, ever."""
+
+    def __init__(self, process: RoleProcess) -> None: ...
+
+    def first(self) -> list[Any]:
+        return []
+
+    def look(self) -> tuple[list[Any], set[str]]:
+        return [], set()
+
+
 class RewardPool:
     """Scores in this process."""
 
@@ -155,7 +167,7 @@ def install() -> None:
     areal_hpc.roles.launcher.report_run = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes
-    training.make_clients = lambda process: []
+    training.Roster = Roster
     training.make_transport = lambda process, clients: Transport()
     episodes.make_reward_pool = RewardPool
     episodes.make_router = Router

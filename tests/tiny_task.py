@@ -75,10 +75,10 @@ def paced(text: str, answer: int, prompt: Prompt) -> float:
 
 
 def held(text: str, answer: int, prompt: Prompt) -> float:
-    """As ``spread``, once there is no file ``hold`` where the run was started."""
+    """As ``paced``, but not before whoever has put a file ``hold`` where the run was started takes it away."""
     while Path("hold").exists():
         time.sleep(0.05)
-    return spread(text, answer, prompt)
+    return paced(text, answer, prompt)
 
 
 def sometimes(text: str, answer: int, prompt: Prompt) -> float:

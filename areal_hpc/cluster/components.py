@@ -2,7 +2,7 @@
 
 component    roles
 trainer      trainer ranks, evaluator, and the launcher on its first node
-generation   engines
+generation   engines; in the shape ``satellites`` on the trainer's nodes, if there are any besides those that join
 rollout      rollout workers; without nodes of its own they are on the trainer's
 
 What only trains (a replay, an offline algorithm) has the first alone, and what only evaluates the second, with the
@@ -22,6 +22,8 @@ from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
+KEYS = {"trainer": "trainer.ranks", "generator": "generation.replicas"}
+"""What says how many processes there are that need devices."""
 ROLES = {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)}
 
 
@@ -67,7 +69,7 @@ def require_slurm(config: Config) -> None:
 
 
 def components_of(config: Config) -> tuple[Component, ...]:
-    """The components of a run, the launcher's first."""
+    """The components of a run's job, the launcher's first."""
     cluster = config.cluster
     return tuple(
         Component(name=name, roles=roles, request=inherited(getattr(cluster, name), cluster.all))
@@ -80,14 +82,36 @@ def _roles_by_component(config: Config) -> Mapping[str, tuple[str, ...]]:
         return {"generation": ("generator", "evaluator")}
     if config.replay.run or is_offline(config.algorithm):
         return {"trainer": ROLES["trainer"]}
-    if config.cluster.rollout.nodes:
-        return ROLES
-    return {"trainer": ROLES["trainer"] + ROLES["rollout"], "generation": ROLES["generation"]}
+    apart = [] if config.cluster.shape is Shape.SATELLITES else ["generation"]
+    apart += ["rollout"] if config.cluster.rollout.nodes else []
+    with_trainer = tuple(role for name, roles in ROLES.items() if name not in apart for role in roles)
+    return {"trainer": with_trainer, **{name: ROLES[name] for name in apart}}
+
+
+def satellite_of(config: Config) -> Component:
+    """What a job of engines asks for that joins the run."""
+    request = inherited(config.cluster.generation, config.cluster.all)
+    return Component(name="satellite", roles=ROLES["generation"], request=request)
 
 
 def num_devices(config: Config, role: str) -> int:
     """Devices that one process of a role works on."""
     return {"trainer": 1, "generator": engine_ranks(config)}.get(role, 0)
+
+
+def engines_of_node(config: Config, num_gpus: int) -> int:
+    """Engines that a satellite's node runs on so many GPUs: one where there are none.
+
+    Raises:
+        ConfigError: they are too few for one.
+    """
+    size = num_devices(config, "generator")
+    if num_gpus and num_gpus < size:
+        raise ConfigError(
+            f"an engine needs {size} GPUs of one node, and a satellite has {num_gpus}; ask for more in "
+            "cluster.generation, or lower generation.tensor_parallel"
+        )
+    return num_gpus // size if num_gpus else 1
 
 
 def divide(config: Config, allocated: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -142,6 +166,6 @@ def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str
             raise ConfigError(
                 f"cluster.{component.name}: {number} GPUs are needed on {node}, and {component.gpus} are asked for on "
                 "each node; ask for more nodes or GPUs, or lower "
-                f"{'generation.replicas' if component.name == 'generation' else 'trainer.ranks'}"
+                f"{' or '.join(KEYS[role] for role in component.roles if role in KEYS and roles.get(role))}"
             )
     return found

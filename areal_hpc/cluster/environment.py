@@ -42,6 +42,13 @@ def in_job(environment: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environment
 
 
+def job_of(environment: Mapping[str, str]) -> str:
+    """The job that a process is in, as squeue lists it: of an array with the number of its task; empty outside."""
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID", "")
+
+
 def allocation(environment: Mapping[str, str]) -> Allocation:
     """The allocation that a batch script with this environment runs in.
 

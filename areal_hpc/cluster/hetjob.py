@@ -181,7 +181,7 @@ def render(job: Job, command: str) -> str:
         command: a shell command, the run's launcher; exit code ``EXIT_STOPPED`` means that it stopped with more to do.
     """
     blocks = [
-        "\n".join(f"#SBATCH {option}" for option in _options(job, number)) for number in range(len(job.components))
+        "\n".join(f"#SBATCH {option}" for option in options_of(job, number)) for number in range(len(job.components))
     ]
     parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077", PATIENTLY.rstrip()]
     if len(job.components) > 1:
@@ -205,7 +205,7 @@ def _go_on(job: Job) -> str:
     return CHAIN.format(after=AFTER, handover=handover).replace("\n\n", "\n")
 
 
-def _options(job: Job, number: int) -> Iterator[str]:
+def options_of(job: Job, number: int) -> Iterator[str]:
     """One component's options. What is the whole job's stands in the first, which is the leader: a dependency of
     several components on a name they share would wait for itself."""
     request = job.components[number]

@@ -1,8 +1,10 @@
 """What Slurm says of a job, asked once a command and never in a loop.
 
     queued(job)        squeue: is it in the queue, in which state, and why it waits
+    queued_beside(...) squeue: the same, and how many tasks of an array are in which state
     accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
     cancel(job)        scancel: the whole job
+    submit_script(...) sbatch: a script that is nothing but one
     verdict(script)    sbatch --test-only: would it take this
 
 Output is asked for without headings and with a separator, so that no column has a width: a long user name or state
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_hpc.errors import SubmissionError
 
@@ -68,11 +72,29 @@ def queued(job_id: str) -> Queued | None:
     Raises:
         SubmissionError: Slurm does not answer.
     """
-    command = ["squeue", "--noheader", "--jobs", job_id, "--format", SEPARATOR.join(QUEUE_FIELDS)]
-    asked = _ask(command)
+    return parse_queue(_queue([job_id]))
+
+
+def queued_beside(job_id: str, array_id: str) -> tuple[Queued | None, dict[str, int]]:
+    """A job as ``queued`` has it, and an array: how many of its tasks are in which state, without those that end.
+
+    Raises:
+        SubmissionError: Slurm does not answer.
+    """
+    lines = _queue([job_id, array_id]).splitlines()
+    tasks = [line for line in lines if line.strip().startswith(f"{array_id}_")]
+    states = Counter(line.split(SEPARATOR)[1] for line in tasks)
+    del states["COMPLETING"]
+    return parse_queue("\n".join(line for line in lines if line not in tasks)), dict(sorted(states.items()))
+
+
+def _queue(job_ids: Sequence[str]) -> str:
+    """squeue's lines: one for each component of a job, and for each task of an array."""
+    jobs = ["--jobs", ",".join(job_ids)]
+    asked = _ask(["squeue", "--noheader", "--array", *jobs, "--format", SEPARATOR.join(QUEUE_FIELDS)])
     if asked.returncode and UNKNOWN_JOB not in asked.stderr:
         raise SubmissionError(f"squeue failed: {asked.stderr.strip()}; try again when Slurm answers")
-    return parse_queue(asked.stdout)
+    return asked.stdout
 
 
 def parse_queue(text: str) -> Queued | None:
@@ -153,6 +175,18 @@ def cancel(job_id: str) -> None:
     asked = _ask(["scancel", job_id])
     if asked.returncode:
         raise SubmissionError(f"scancel failed: {asked.stderr.strip()}; try again when Slurm answers")
+
+
+def submit_script(script: Path, options: Sequence[str]) -> str:
+    """Hand a script to Slurm as it is; the job's id.
+
+    Raises:
+        SubmissionError: Slurm refused, or does not answer.
+    """
+    asked = _ask(["sbatch", "--parsable", *options, str(script)])
+    if asked.returncode:
+        raise SubmissionError(f"sbatch refused the job: {asked.stderr.strip()}; the script is {script}")
+    return asked.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
 def verdict(script: str) -> tuple[bool, str]:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from areal_hpc.cluster.components import Component, components_of, num_devices, require_slurm, seats
+from areal_hpc.cluster.components import (
+    Component,
+    components_of,
+    engines_of_node,
+    num_devices,
+    require_slurm,
+    satellite_of,
+    seats,
+)
 from areal_hpc.cluster.hetjob import FLAGS
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import model_ranks
 from areal_hpc.config.schema import Config
 
@@ -29,9 +38,24 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
         for node in nodes[one.name]:
             here = [(key, seat) for key, seat in placed.items() if seat.node == node]
             yield f"  {node:<20} " + (", ".join(_named(*key, seat.devices) for key, seat in here) or "nobody")
+    if config.cluster.shape is Shape.SATELLITES:
+        yield from _satellites(config)
     ranks = config.trainer.ranks
     yield f"world        {ranks} trainer ranks, data parallel {ranks // model_ranks(config)}"
     yield f"engines      {config.generation.replicas}, each on {num_devices(config, 'generator')} devices"
+
+
+def _satellites(config: Config) -> Iterator[str]:
+    """The jobs beside the run's own.
+
+    Raises:
+        ConfigError: a node of theirs has fewer GPUs than an engine needs.
+    """
+    one, count = satellite_of(config), config.cluster.satellites
+    yield f"satellites   {count} {'job' if count == 1 else 'jobs'} that come and go, each: {', '.join(_asked(one))}"
+    engines = engines_of_node(config, one.gpus)
+    where = f" on {num_devices(config, 'generator')} GPUs each" if one.gpus else ""
+    yield f"  {'every node':<20} {engines} {'engine' if engines == 1 else 'engines'}{where}"
 
 
 def _imagined(component: Component) -> tuple[str, ...]:

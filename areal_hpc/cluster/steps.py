@@ -39,6 +39,19 @@ def check_command(config: Config, job: Allocation, words: Sequence[str]) -> Sequ
     return _step(config, 1, components_of(config)[0], group, words)
 
 
+def on_each_node(config: Config, gpus: int, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """A step's command with what goes before it on this site, and what that needs of srun.
+
+    Args:
+        gpus: of a node.
+    """
+    container = wrapping(config.cluster.container, gpus)
+    words = [*shlex.split(config.cluster.prefix), *container.words, *words]
+    if config.cluster.setup:
+        words = ["bash", "-c", "\n".join([*config.cluster.setup, 'exec "$@"']), "bash", *words]
+    return container.srun, words
+
+
 def _step(
     config: Config, num_nodes: int, component: Component, options: Sequence[str], words: Sequence[str]
 ) -> Sequence[str]:
@@ -48,10 +61,7 @@ def _step(
     not bound, since what it starts are several processes. What ends one task ends the step: a node without its agent is
     of no use.
     """
-    container = wrapping(config.cluster.container, component.gpus)
-    words = [*shlex.split(config.cluster.prefix), *container.words, *words]
-    if config.cluster.setup:
-        words = ["bash", "-c", "\n".join([*config.cluster.setup, 'exec "$@"']), "bash", *words]
+    container, words = on_each_node(config, component.gpus, words)
     fixed = ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none"]
     mpi = f"--mpi={config.cluster.mpi or 'none'}"
-    return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *fixed, mpi, *options, *container.srun, *words]
+    return ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *fixed, mpi, *options, *container, *words]

@@ -11,10 +11,11 @@ from typing import Final
 
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
-from areal_hpc.config.cluster import Shape
-from areal_hpc.config.cluster_checks import check_container
+from areal_hpc.config.cluster import Shape, inherited, seconds_of
+from areal_hpc.config.cluster_checks import check_container, check_replicas
 from areal_hpc.config.derived import (
     exported_model,
+    leave_lead_s,
     model_ranks,
     ring_capacity,
     sbatch_options,
@@ -320,6 +321,12 @@ def check_job(config: Config) -> Iterator[str]:
             f"cluster.signal_lead_s: a warning {lead} s before the end leaves nothing of a time limit of {limit} s; "
             "raise cluster.all.time, or lower cluster.signal_lead_s or limits.stop_s"
         )
+    satellite_s = seconds_of(inherited(config.cluster.generation, config.cluster.all).time)
+    if config.cluster.shape is Shape.SATELLITES and satellite_s is not None and leave_lead_s(config) >= satellite_s:
+        yield (
+            f"cluster.generation.time: a warning {leave_lead_s(config)} s before the end (limits.stop_s and ten more) "
+            f"leaves nothing of {satellite_s} s; raise it, or lower limits.stop_s"
+        )
     if any(word.startswith(("--array", "-a")) for word in sbatch_options(config)):
         yield "cluster.all.raw: --array makes many jobs of one run; remove it, and submit one run for each `name`"
     if config.cluster.signal_lead_s and config.cluster.signal_lead_s <= config.limits.stop_s:
@@ -352,6 +359,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_reference_backend,
     check_attention,
     check_engine_ranks,
+    check_replicas,
     check_server_args,
     check_delta,
     check_minibatches,

@@ -19,6 +19,7 @@ class Shape(StrEnum):
     LOCAL = "local"
     HET = "het"
     SPLIT = "split"
+    SATELLITES = "satellites"
 
 
 class Runtime(StrEnum):
@@ -99,13 +100,16 @@ class ComponentConfig:
 class ClusterConfig:
     shape: Shape = Shape.LOCAL
     """`local`: processes of this machine. `het`: one heterogeneous Slurm job, a component for each role group.
-    `split`: one plain Slurm job whose nodes are divided, for sites without heterogeneous jobs."""
+    `split`: one plain Slurm job whose nodes are divided, for sites without heterogeneous jobs. `satellites`: a job of
+    the trainer and the rollout workers, and small jobs of engines that join and leave it at any time."""
+    satellites: int = 1
+    """Jobs of engines that `submit` hands in, in the shape `satellites`; each asks for what cluster.generation says."""
     all: ComponentConfig = field(default_factory=lambda: ComponentConfig(nodes=1))
     """What every component asks for unless it says otherwise."""
     trainer: ComponentConfig = field(default_factory=ComponentConfig)
     """Component of the trainer, the evaluator and, unless they have their own, the rollout workers."""
     generation: ComponentConfig = field(default_factory=ComponentConfig)
-    """Component of the engines."""
+    """Component of the engines; in the shape `satellites`, each satellite's job."""
     rollout: ComponentConfig = field(default_factory=ComponentConfig)
     """Component of the rollout workers, where cluster.rollout.nodes is above 0."""
     job_name: str = ""

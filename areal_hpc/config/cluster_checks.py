@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_hpc.config.cluster import Runtime
+from areal_hpc.config.cluster import Runtime, Shape
+from areal_hpc.config.derived import takes_satellites
 from areal_hpc.config.schema import Config
 
 
@@ -21,4 +22,14 @@ def check_container(config: Config) -> Iterator[str]:
         yield (
             "cluster.container.args: --container-name would hand a later job on the node what this one has written "
             "into its container; remove it"
+        )
+
+
+def check_replicas(config: Config) -> Iterator[str]:
+    if config.generation.replicas > 0:
+        return
+    if not takes_satellites(config) or config.cluster.shape not in (Shape.LOCAL, Shape.SATELLITES):
+        yield (
+            "generation.replicas: 0 leaves generation to satellites, which this run does not take; raise it, or set "
+            "cluster.shape=satellites (and deterministic=false)"
         )

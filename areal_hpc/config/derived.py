@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.config.cluster import ComponentConfig, inherited, seconds_of
+from areal_hpc.config.cluster import ComponentConfig, Shape, inherited, seconds_of
+from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import RunDir
 
@@ -47,15 +48,34 @@ def engine_ranks(config: Config) -> int:
     return config.generation.tensor_parallel * config.generation.pipeline_parallel
 
 
-def _requests(config: Config) -> list[ComponentConfig]:
-    """What each component asks for, completely."""
+def takes_satellites(config: Config) -> bool:
+    """Whether engines may join while the run goes on: not where nothing is trained on what they sample, and not in
+    deterministic training, which knows its engines from the start."""
+    generates = not (is_offline(config.algorithm) or config.replay.run or config.evaluation.checkpoint)
+    return generates and not config.deterministic
+
+
+def awaits_satellites(config: Config) -> bool:
+    """Whether the run may be without any engine for as long as Slurm's queue likes."""
+    return config.cluster.shape is Shape.SATELLITES or config.generation.replicas == 0
+
+
+def without_engines_s(config: Config) -> float:
+    """Longest time that no engine may be there, before that is an error."""
+    return config.limits.join_s if awaits_satellites(config) else config.limits.start_s
+
+
+def _requests(config: Config, *, satellites: bool = False) -> list[ComponentConfig]:
+    """What each component of the run's job asks for, completely; with ``satellites`` also those of jobs beside it."""
     cluster = config.cluster
-    return [inherited(one, cluster.all) for one in (cluster.trainer, cluster.generation, cluster.rollout)]
+    apart = cluster.shape is Shape.SATELLITES and not satellites
+    components = [cluster.trainer, *([] if apart else [cluster.generation]), cluster.rollout]
+    return [inherited(one, cluster.all) for one in components]
 
 
 def sbatch_options(config: Config) -> list[str]:
     """The options that go to sbatch as they are, of all components."""
-    return [option for one in _requests(config) for option in one.raw]
+    return [option for one in _requests(config, satellites=True) for option in one.raw]
 
 
 def time_limit_s(config: Config) -> int | None:
@@ -70,5 +90,9 @@ def signal_lead_s(config: Config) -> int:
     if config.cluster.signal_lead_s:
         return config.cluster.signal_lead_s
     limit = time_limit_s(config)
-    needed = math.ceil(config.limits.stop_s) + SPARE_S
-    return max(needed, LONGEST_LEAD_S if limit is None else min(LONGEST_LEAD_S, limit // 4))
+    return max(leave_lead_s(config), LONGEST_LEAD_S if limit is None else min(LONGEST_LEAD_S, limit // 4))
+
+
+def leave_lead_s(config: Config) -> int:
+    """Seconds before its time limit at which a satellite is told to leave: it has no checkpoint to write."""
+    return math.ceil(config.limits.stop_s) + SPARE_S

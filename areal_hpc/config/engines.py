@@ -46,7 +46,7 @@ class GenerationConfig:
     backend: EngineName = EngineName.EMBEDDED
     """Engine: the embedded CPU engine, SGLang or vLLM."""
     replicas: int = 1
-    """Engines, each with the whole model."""
+    """Engines of the run's own processes, each with the whole model; 0 leaves generation to satellites that join."""
     tensor_parallel: int = 1
     """GPUs of one engine."""
     pipeline_parallel: int = 1

@@ -1,5 +1,8 @@
 """Several engines as one ``Generator``: sessions stay, load is level, the dead leave and the living come back.
 
+Engines may join, and leave for good or for a while: ``look`` tells, once a second and whenever one was lost. One that
+has left gets no more requests; what it could not finish is asked anew of another.
+
 A member takes requests while its last sign of life was good and it serves the newest weights that ``expect`` named.
 One that breaks a connection, or is found behind, is out until a probe finds it healthy and up to date. A request is
 given to another engine only if the first never saw it; one that was lost on the way fails, and its caller decides.
@@ -12,6 +15,7 @@ given to another engine only if the first never saw it; one that was lost on the
 An engine that is full, by ``Capacity``, gets no more until something of what it has ends; when all are, requests wait.
 
 An engine that is behind missed an update and may be paused for good, so what it was asked is failed, not waited for.
+One that has left is no longer updated either, but samples on by the weights it had until it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +32,9 @@ from areal_hpc.generation.connection import EngineLost, EngineRefused
 from areal_hpc.types import Completion, GenerationRequest
 from areal_hpc.waits import waiting
 
+LOOK_S = 1.0
+"""How often it is asked who has joined or left."""
+AWAY = "it has left"
 MAX_SESSIONS = 65536
 """Sessions remembered; the longest unused is forgotten first and starts again wherever there is room."""
 
@@ -63,6 +70,11 @@ class Capacity:
         )
 
 
+Look = Callable[[], tuple[Sequence[Engine], Collection[str]]]
+"""Engines that have joined since it was last called, and the names of all that have left and not come back. Reads
+files, so it is called in a thread."""
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
     engine: Engine
@@ -77,8 +89,9 @@ class Router:
 
     Args:
         probe_s: seconds between two looks at the members that are out.
-        wait_s: longest time a request waits for a member to come back when all are out.
+        wait_s: longest time a request waits for a member to come, or come back, when none is in.
         capacity: of each engine.
+        look: who has joined and who has left; None where nobody does.
     """
 
     def __init__(
@@ -88,14 +101,19 @@ class Router:
         probe_s: float = 2.0,
         wait_s: float = 300.0,
         capacity: Capacity | None = None,
+        look: Look | None = None,
+        look_s: float = LOOK_S,
     ) -> None:
-        assert engines, "a router needs an engine"
+        assert engines or look, "a router needs an engine, or somebody who tells of some"
         self._members = [_Member(engine) for engine in engines]
-        self._names = [engine.name for engine in engines]
         self._probe_s = probe_s
         self._wait_s = wait_s
         self._capacity = capacity or Capacity()
         self._freed = asyncio.Event()  # something has ended, or an engine is back
+        self._look, self._look_s = look, look_s
+        self._away: Collection[str] = ()
+        self._looking = asyncio.Lock()
+        self._follower: asyncio.Task[None] | None = None
         self._expected = 0
         self._sessions: OrderedDict[str, _Member] = OrderedDict()
         self._serving: dict[str, _Member] = {}  # by request id
@@ -109,6 +127,10 @@ class Router:
             GenerationError: the engine failed, or none was there in time; names the engine, or all with their trouble.
                 Also where engines look healthy and still refuse it after ``wait_s``.
         """
+        if self._look is not None and self._follower is None:
+            self._follower = asyncio.create_task(self._follow())
+        if self._follower is not None and self._follower.done():
+            self._follower.result()  # nobody can tell any more who has joined
         deadline = time.monotonic() + self._wait_s
         cost = len(request.token_ids) + request.sampling.max_new_tokens
         while True:
@@ -120,7 +142,8 @@ class Router:
                 return await self._ask(member, request)
             except EngineLost as error:
                 self._put_out(member, str(error))
-                if not isinstance(error, EngineRefused) or time.monotonic() > deadline:
+                never_seen = isinstance(error, EngineRefused) and time.monotonic() <= deadline
+                if not never_seen and not await self._may_be_repeated(request, member):
                     raise
             finally:
                 member.outstanding -= cost
@@ -139,6 +162,11 @@ class Router:
         finally:
             asking.cancel()
             falling_behind.cancel()
+
+    async def _may_be_repeated(self, request: GenerationRequest, member: _Member) -> bool:
+        """Whether an engine took what it was asked along when it left, and nobody has heard a part of the answer."""
+        await self._look_now()
+        return member.engine.name in self._away and request.on_tokens is None
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its ``generate`` returns what there is. Nothing happens if it is not running."""
@@ -162,11 +190,16 @@ class Router:
         """The members that take no requests, and why."""
         return {member.engine.name: member.trouble for member in self._members if member.trouble}
 
+    def is_deserted(self) -> bool:
+        """Whether no member takes requests."""
+        return all(member.trouble for member in self._members)
+
     async def close(self) -> None:
-        """Stop probing and close every client."""
-        if self._prober is not None:
-            self._prober.cancel()
-            await asyncio.gather(self._prober, return_exceptions=True)
+        """Stop looking and probing, and close every client."""
+        for task in (self._follower, self._prober):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         for member in self._members:
             await member.engine.close()
 
@@ -175,7 +208,7 @@ class Router:
         await self._until_one_is_in()
         while not (fit := [m for m in self._members if not m.trouble and self._has_room(m, cost)]):
             self._freed.clear()
-            with waiting("room at one of them", *self._names, limit_s=None):  # as long as what they run may take
+            with waiting("room at one of them", *self._names(), limit_s=None):  # as long as what they run may take
                 await self._freed.wait()
             await self._until_one_is_in()
         member = self._sessions.get(session)
@@ -188,16 +221,40 @@ class Router:
                 self._sessions.popitem(last=False)
         return member
 
+    def _names(self) -> list[str]:
+        return [member.engine.name for member in self._members]
+
     def _has_room(self, member: _Member, cost: int) -> bool:
         return self._capacity.has_room(member.num_requests, member.outstanding, cost)
 
     async def _until_one_is_in(self) -> None:
+        names = self._names()
+        what = "any of them to come back" if names else "an engine to join"
         try:
-            with waiting("any of them to come back", *self._names, limit_s=self._wait_s):
+            with waiting(what, *names, limit_s=self._wait_s):
                 async with asyncio.timeout(self._wait_s), self._returned:
                     await self._returned.wait_for(lambda: any(not member.trouble for member in self._members))
         except TimeoutError as error:
-            raise GenerationError(f"no engine came back in {self._wait_s:g} s: {self.out()}") from error
+            out = self.out() or "none has joined"
+            raise GenerationError(f"no engine came back in {self._wait_s:g} s: {out}") from error
+
+    async def _follow(self) -> None:
+        while True:
+            await self._look_now()
+            await asyncio.sleep(self._look_s)
+
+    async def _look_now(self) -> None:
+        """Take in who has joined, and give those that have left no more requests."""
+        if self._look is None:
+            return
+        async with self._looking:
+            joined, self._away = await asyncio.to_thread(self._look)
+        for engine in joined:
+            self._members.append(member := _Member(engine))
+            self._put_out(member, "it has just joined")
+        for member in self._members:
+            if member.engine.name in self._away and not member.trouble:
+                self._put_out(member, AWAY)
 
     def _put_out(self, member: _Member, trouble: str) -> None:
         member.trouble = trouble
@@ -207,7 +264,8 @@ class Router:
 
     async def _probe_until_all_are_in(self) -> None:
         while troubled := [member for member in self._members if member.trouble]:
-            await asyncio.gather(*(self._probe(member) for member in troubled))
+            there = [member for member in troubled if member.engine.name not in self._away]
+            await asyncio.gather(*(self._probe(member) for member in there))
             async with self._returned:
                 self._returned.notify_all()
             await asyncio.sleep(self._probe_s)

@@ -14,8 +14,10 @@ from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
+from areal_hpc.roles import seats
 from areal_hpc.roles.heartbeat import watch_pulses
 from areal_hpc.roles.job import WAITS, JobView, batch_log, look, works_outside
+from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.telemetry import RecordReader
 
@@ -56,6 +58,7 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
+            **_satellites(attempts[-1], job),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -96,10 +99,28 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
     if state is None or state["state"] not in ALIVE or Owner.from_record(state).is_gone():
         return {}
     by_state: dict[str, list[str]] = {}
+    gone = seats.vacant(attempt)
     for name, pulse in sorted(watch(attempt).items()):
+        if name in gone:
+            continue  # it has left, in one way or another
         by_state.setdefault(pulse, []).append(name)
     texts = [f"{', '.join(names)} {pulse}" for pulse, names in sorted(by_state.items())]
     return {"processes": "; ".join(texts) or "none has come up yet"}
+
+
+def _satellites(attempt: AttemptDir, job: JobView | None) -> dict[str, str]:
+    """The engines that have joined, who holds their seats, and what Slurm says of the jobs that bring more."""
+    joined = [_seat_text(seat) for _, seat in sorted(seats.present(attempt).items())]
+    texts = [f"joined: {', '.join(joined)}"] if joined else []
+    if job is not None and job.satellites:
+        texts.append(f"array {job.satellites_id}: " + ", ".join(f"{n} {state}" for state, n in job.satellites.items()))
+    return {"satellites": "; ".join(texts)} if texts else {}
+
+
+def _seat_text(seat: Seat) -> str:
+    holder = seat.holder()
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"{seat.name} ({holder.get('host', 'unknown')}{job})"
 
 
 def _before_start(run: RunDir, job: JobView | None) -> str:

@@ -16,6 +16,7 @@ from areal_hpc.report.files import configuration
 from areal_hpc.report.observer import Observer, last_words
 from areal_hpc.report.picture import Seen, explain, sentence
 from areal_hpc.roles.heartbeat import SILENT_S, read_heartbeat
+from areal_hpc.roles.seats import vacant
 from areal_hpc.roles.stopping import ALIVE, state_of
 
 POLL_S = 0.25
@@ -60,9 +61,9 @@ def _state_text(state: str, lives: bool, about: str | None) -> str:
 
 
 def _names(attempt: AttemptDir) -> list[str]:
-    """Every process that was started, by its log."""
+    """Every process that was started, by its log, without engines that had joined and have left."""
     listed = os.listdir(attempt.logs) if attempt.logs.is_dir() else []
-    return sorted(name.removesuffix(".log") for name in listed if name.endswith(".log"))
+    return sorted({name.removesuffix(".log") for name in listed if name.endswith(".log")} - vacant(attempt))
 
 
 def _limits(run: RunDir) -> LimitsConfig:

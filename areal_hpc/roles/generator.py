@@ -2,19 +2,30 @@
 
 It owns the KV cache and the current weights. It serves from the first second, but nobody asks before the trainer has
 brought it to the run's weight version: rollout workers get no ticket until then.
+
+One that has joined a run has a seat. It leaves it before it ends, so that nobody asks it any more, and then lets what
+it has begun come to its end, for as long as a stop may take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.serving import serve_engine
+from areal_hpc.roles.wiring.serving import ServedEngine, serve_engine
+
+log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
+NOTICE_S = 1.5
+"""Until all who ask have noticed that a seat was left: they look once a second."""
+END_S = 2.5
+"""What the end of the engine itself may take of ``limits.stop_s``."""
+POLL_S = 0.1
 
 
 def main(process: RoleProcess) -> int:
@@ -23,13 +34,16 @@ def main(process: RoleProcess) -> int:
 
 
 async def _serve(process: RoleProcess) -> None:
-    """Serve, and record the load once a second: so of a run of weeks the last line tells how long it was at work.
+    """Serve, and record the load once a second: so of a run of weeks the last line tells how long it was at work. Ends
+    when a stop is asked for, or somebody has given its seat up.
 
     Raises:
         GenerationError: the engine has ended, or it does not answer.
     """
     async with serve_engine(process) as engine:
         process.publish_endpoint({"url": engine.url})
+        if process.seat is not None:
+            process.seat.come_up()
         process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
         began = looked = time.monotonic()
@@ -42,3 +56,21 @@ async def _serve(process: RoleProcess) -> None:
             before, looked = looked, time.monotonic()
             busy_s += looked - before if load["running"] else 0.0
             process.recorder.record("generation", {**load, "busy_s": busy_s, "up_s": looked - began})
+            if process.seat is not None and not await asyncio.to_thread(process.seat.is_held):
+                log.warning("the run has given %s up: nothing was heard of it for too long", process.name)
+                break
+        if process.seat is not None:
+            process.seat.leave()
+            await _finish(engine, process.config.limits.stop_s - END_S)
+        stop.cancel()
+
+
+async def _finish(engine: ServedEngine, limit_s: float) -> None:
+    """Let the requests that run come to their end."""
+    deadline = time.monotonic() + limit_s
+    await asyncio.sleep(max(0.0, min(NOTICE_S, limit_s)))
+    while time.monotonic() < deadline and engine.alive():
+        load = await engine.load()
+        if not load["running"] + load["queued"]:
+            return
+        await asyncio.sleep(POLL_S)

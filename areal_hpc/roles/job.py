@@ -6,17 +6,29 @@ a script that somebody typed, by the attempts that ran in it. Slurm counts jobs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from areal_hpc.cluster.jobs import Accounted, Queued, accounted, cancel, first_failure, last_incarnation, queued
+from areal_hpc.cluster.jobs import (
+    Accounted,
+    Queued,
+    accounted,
+    cancel,
+    first_failure,
+    last_incarnation,
+    queued,
+    queued_beside,
+)
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import RunDir, names_in, read_if_listed
 from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
 
+SUBMISSION = re.compile(r"submission-(\d{4})\.json")
+"""What ``areal-hpc submit`` leaves of each submission."""
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 """States of a job in the queue that has no nodes (yet, or any more)."""
 
@@ -47,6 +59,10 @@ class JobView:
     in before."""
     problem: str = ""
     """Why Slurm, or its accounts, cannot be asked."""
+    satellites_id: str = ""
+    """The array of jobs that was submitted along with it."""
+    satellites: Mapping[str, int] = field(default_factory=dict)
+    """State to the number of tasks of that array, as far as they are in the queue."""
 
     def text(self) -> str:
         """In words, with what to do where a person can do something."""
@@ -81,23 +97,32 @@ def _code_text(code: int) -> str:
 
 
 def look(run: RunDir) -> JobView | None:
-    """The newest job of a run, asked of Slurm now: squeue once, and sacct once if it left the queue; None if it has
-    none."""
+    """The newest job of a run and the satellites beside it, asked of Slurm now: squeue once, and sacct once if the job
+    left the queue; None if the run has none."""
     jobs = jobs_of(run)
     if not jobs:
         return None
-    job_id = jobs[-1]
+    job_id, beside = jobs[-1], satellites_of(run)
     try:
-        found = queued(job_id)
+        found, tasks = queued_beside(job_id, beside) if beside else (queued(job_id), {})
     except SubmissionError as error:
-        return JobView(job_id=job_id, problem=str(error))
+        return JobView(job_id=job_id, problem=str(error), satellites_id=beside)
+    view = JobView(job_id=job_id, queued=found, satellites_id=beside, satellites=tasks)
     if found is not None:
-        return JobView(job_id=job_id, queued=found)
+        return view
     try:
         rows = [row for row in accounted([job_id]) if row.job == job_id]
     except SubmissionError as error:
-        return JobView(job_id=job_id, is_over=True, problem=f"how it ended is not known: {error}")
-    return JobView(job_id=job_id, is_over=True, ended=last_incarnation(rows))
+        return replace(view, is_over=True, problem=f"how it ended is not known: {error}")
+    return replace(view, is_over=True, ended=last_incarnation(rows))
+
+
+def satellites_of(run: RunDir) -> str:
+    """The array of satellites that was submitted last; empty if there is none."""
+    names = names_in(run.slurm) if run.slurm.is_dir() else []
+    records = sorted(name for name in names if SUBMISSION.fullmatch(name))
+    told = [read_if_listed(run.slurm / name) or {} for name in records]
+    return next((record["satellites"] for record in reversed(told) if record.get("satellites")), "")
 
 
 def works_outside(run: RunDir) -> bool:
@@ -117,13 +142,26 @@ def stop_submitted(
     stop: Callable[[RunDir, float], str] = stop_run,
 ) -> str:
     """Have a run end, wherever it is: one that works writes a checkpoint first; one that waits in Slurm's queue leaves
-    it. How it ended.
+    it, and so do its satellites. How it ended.
 
     Raises:
         RunDirError: there is nothing to stop, or it did not stop in time.
         SubmissionError: the job does not leave the queue.
     """
     view = None if works_outside(run) else ask(run)
+    said = _stop_job(run, timeout_s, view, end, stop)
+    if view is not None and view.satellites:
+        end(view.satellites_id)
+    return said
+
+
+def _stop_job(
+    run: RunDir,
+    timeout_s: float,
+    view: JobView | None,
+    end: Callable[[str], None],
+    stop: Callable[[RunDir, float], str],
+) -> str:
     if view is None or (view.queued is None and not view.is_over):
         return stop(run, timeout_s)
     if view.queued is None:

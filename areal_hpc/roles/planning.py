@@ -15,6 +15,8 @@ from areal_hpc.cluster.estimate import estimate_lines, gpu_name
 from areal_hpc.cluster.hetjob import job_of, render
 from areal_hpc.cluster.jobs import verdict
 from areal_hpc.cluster.plan import plan_lines
+from areal_hpc.cluster.satellites import render_satellite, satellite_job
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config
 from areal_hpc.roles.provisions import missing
 from areal_hpc.roles.supervisor import roles_of
@@ -30,6 +32,10 @@ def plan_run(config: Config) -> tuple[list[str], bool]:
     lines += estimate_lines(config, gpu_name(components_of(config)[0].request))
     lacks = list(missing(config))
     lines += [f"missing      {one}" for one in lacks]
-    possible, said = verdict(render(job_of(config, log="%j.log", directory=Path.cwd()), "true"))
-    lines.append(f"sbatch       {said}")
-    return lines, possible and not lacks
+    scripts = {"sbatch": render(job_of(config, log="%j.log", directory=Path.cwd()), "true")}
+    if config.cluster.shape is Shape.SATELLITES:
+        job = satellite_job(config, log="%j.log", directory=Path.cwd())
+        scripts["satellites"] = render_satellite(job, "true")
+    verdicts = {name: verdict(script) for name, script in scripts.items()}
+    lines += [f"{name:<12} {said}" for name, (_, said) in verdicts.items()]
+    return lines, all(possible for possible, _ in verdicts.values()) and not lacks

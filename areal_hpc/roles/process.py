@@ -28,6 +28,7 @@ from areal_hpc.config.schema import Config
 from areal_hpc.exits import EXIT_FAILED
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, wait_for
 from areal_hpc.roles.heartbeat import read_heartbeat
+from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stacks import Stacks
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
 from areal_hpc.waits import advance, published, waiting
@@ -64,6 +65,13 @@ class RoleProcess:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    @property
+    def seat(self) -> Seat | None:
+        """Of an engine that has joined the run; None of a process that the run has started itself."""
+        if self.role != "generator" or self.index < self.config.generation.replicas:
+            return None
+        return Seat(attempt=self.attempt, index=self.index, incarnation=self.incarnation)
 
     def state(self) -> Mapping[str, Any]:
         """What each heartbeat tells; whoever asked for the stacks of this process gets them by the way."""
@@ -120,13 +128,6 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, pa
     add_secret(token)
     config = load([run.config], [])
     attempt = run.attempt(epoch)
-    _stop_when_due(
-        parent,
-        asked,
-        stop_flag,
-        config.limits.stop_s,
-        goes_first=lambda: role != "trainer" and _trainer_lives(attempt, host),
-    )
     recorder = Recorder(attempt.records(role, index), role=role, index=index, epoch=epoch)
     process = RoleProcess(
         role=role,
@@ -141,6 +142,9 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, pa
         stop_flag=stop_flag,
         stacks=Stacks(attempt, role, index),
     )
+    # An engine that has joined the run may leave it while the trainer lives.
+    goes_first = (lambda: False) if role == "trainer" or process.seat else (lambda: _trainer_lives(attempt, host))
+    _stop_when_due(parent, asked, stop_flag, config.limits.stop_s, goes_first)
     process.starting.callback(advance, "starts")  # from here on it has that much time to get on
     process.starting.enter_context(waiting("coming up", limit_s=config.limits.start_s))
     return process

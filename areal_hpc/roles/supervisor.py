@@ -48,6 +48,7 @@ class Supervisor:
 
     Args:
         irreplaceable: roles whose death ends the attempt.
+        finishing: roles that end by themselves; when none of them is left, there is nothing more to watch.
         stop: whether somebody asked for a stop.
         show: called several times a second.
         record: takes ``("restart", values)`` for each process that is replaced.
@@ -61,6 +62,7 @@ class Supervisor:
         limits: LimitsConfig,
         *,
         irreplaceable: Sequence[str] = ("trainer",),
+        finishing: Sequence[str] = FINISHING,
         stop: Callable[[], bool],
         show: Callable[[], None],
         record: Callable[[str, Mapping[str, Any]], None],
@@ -68,7 +70,8 @@ class Supervisor:
         watchdog: Callable[[Mapping[tuple[str, int], Process]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launcher, self._limits, self._irreplaceable = launcher, limits, irreplaceable
+        self._launcher, self._limits = launcher, limits
+        self._irreplaceable, self._finishing = irreplaceable, finishing
         self._stop, self._show, self._record, self._check_fence = stop, show, record, check_fence
         self._watchdog, self._clock = watchdog, clock
         self._deaths: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -94,7 +97,7 @@ class Supervisor:
             self._watchdog(self._launcher.running)
             self._start_due()
             self._show()
-            if not any(role in FINISHING for role, _ in [*self._launcher.running, *self._due]):
+            if not any(role in self._finishing for role, _ in [*self._launcher.running, *self._due]):
                 return "finished"
             time.sleep(WATCH_S)
         return "stopped"
@@ -107,7 +110,7 @@ class Supervisor:
         Raises:
             AttemptFailed, RoleDied, Fenced: as ``watch``.
         """
-        early = [one for one in ended if not (one.role in FINISHING and one.code == EXIT_DONE)]
+        early = [one for one in ended if not (one.role in self._finishing and one.code == EXIT_DONE)]
         if not early:
             return
         for one in early:

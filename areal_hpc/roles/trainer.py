@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, read_start
+from areal_hpc.config.derived import awaits_satellites
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
@@ -122,6 +123,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         reader=None if member.side is None else member.side.reader,
         publish=keep_weights if offline else member.publish,
         behind=member.behind,
+        deserted_s=member.deserted_s,
         catch_up=member.catch_up,
         commit=member.commit,
         settle=member.settle,
@@ -178,6 +180,9 @@ class Member:
     def behind(self) -> bool:
         return self.side is not None and self.side.fleet.behind()
 
+    def deserted_s(self) -> float:
+        return self.side.fleet.deserted_s() if self.side is not None else 0.0
+
     def catch_up(self, version: int, weights: Weights) -> None:
         """Bring engines that were replaced to ``version``, with the other ranks walking along."""
         if self.side is None:
@@ -225,12 +230,13 @@ class Member:
     def wait_for_start_evaluation(self, start_step: int) -> None:
         """Let the evaluator measure the weights the run starts from before new ones replace them.
 
-        Rollout workers fill the ring meanwhile.
+        Rollout workers fill the ring meanwhile. An episode's time limit is below ``limits.starve_s``, and does not run
+        where satellites are awaited.
         """
         evaluation = self.process.config.evaluation
         by_evaluator = evaluation.every_steps > 0 and not is_offline(self.process.config.algorithm)
         if self.side is not None and start_step == 0 and by_evaluator and evaluation.at_start:
-            reader = self.side.reader
+            reader, limits = self.side.reader, self.process.config.limits
 
             def done() -> bool:
                 reader.poll()
@@ -239,7 +245,7 @@ class Member:
             wait_for(
                 "the evaluation of the start weights",
                 done,
-                self.process.config.limits.starve_s,  # an episode's time limit is below it
+                limits.starve_s + (limits.join_s if awaits_satellites(self.process.config) else 0.0),
                 party="evaluator-0",
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )

@@ -3,7 +3,8 @@
     look(running)       each WATCH_S, from the launcher's loop
         all get on      nothing
         quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
-        engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again
+        engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again;
+                        one that has joined and is silent is nobody's to kill: its seat is given up (``attendance``)
         stall_s         Stalled: the launcher ends the attempt, with exit code 70
 
 Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
@@ -27,6 +28,7 @@ from areal_hpc.fs import AttemptDir, publish
 from areal_hpc.report.observer import Observer
 from areal_hpc.report.picture import Explanation, Seen, explain, hung_engines
 from areal_hpc.roles import stacks
+from areal_hpc.roles.attendance import Attendance
 from areal_hpc.roles.heartbeat import read_heartbeat
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Watchdog:
         self._since: float | None = None  # when the trouble began
         self._named, self._told = "", -math.inf
         self._hung: dict[str, float] = {}  # engine -> since when
+        self._attendance = Attendance(attempt, limits.engine_s or limits.stall_s, clock)
 
     def look(self, running: Mapping[tuple[str, int], stacks.Process]) -> None:
         """Judge the roles that run.
@@ -60,6 +63,7 @@ class Watchdog:
         if now < self._next_look or not running:
             return
         self._next_look = now + min(WATCH_S, self._half_s)
+        self._attendance.look()
         processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
         self._end_hung_engines(seen, processes)

@@ -68,6 +68,7 @@ class EpisodeRunner:
         self._workflow, self._generator, self._renderer, self._score = workflow, generator, renderer, score
         self._config, self._max_tokens, self._record, self._seed = config, max_tokens, record, seed
         self._deterministic, self._retry_pause_s = deterministic, retry_pause_s
+        self._clocks = set[asyncio.Timeout]()  # of the episodes that run
 
     async def run(self, running: Running) -> tuple[list[Trajectory], Exception | None]:
         """The trajectories of the episodes that succeeded, and a failure where some did not in the last attempt."""
@@ -92,10 +93,18 @@ class EpisodeRunner:
         trajectories = [trajectory for number in sorted(finished) for trajectory in finished[number]]
         return trajectories, failures[0] if failures else None
 
+    def postpone(self, seconds: float) -> None:
+        """Give every episode that runs so much more time: it could do nothing with what has passed."""
+        for clock in self._clocks:
+            if (end := clock.when()) is not None and not clock.expired():
+                clock.reschedule(end + seconds)
+
     async def _episode(self, running: Running, number: int, renderer: Renderer) -> Sequence[Trajectory] | Exception:
         """One episode's trajectories, or what failed it."""
+        clock = asyncio.timeout(self._config.timeout_s)
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with clock:
+                self._clocks.add(clock)
                 trajectories = await self._workflow.run(running.prompt, self._context(running, number, renderer))
         except ConfigError:
             raise
@@ -106,6 +115,7 @@ class EpisodeRunner:
         except SAMPLE_FAILURES as error:
             return self._failed(running, number, error)
         finally:
+            self._clocks.discard(clock)
             del running.stages[number]
         advance("episodes finished")
         return [replace(trajectory, episode=number) for trajectory in trajectories]

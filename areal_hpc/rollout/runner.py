@@ -183,6 +183,10 @@ class Runner:
             if (still_s := time.monotonic() - self._moved) >= self._stall_s:
                 self._record("stall", {"seconds": still_s, "waiting_for": self.waiting_for()})
 
+    def postpone(self, seconds: float) -> None:
+        """See ``EpisodeRunner.postpone``."""
+        self._episodes.postpone(seconds)
+
     def waiting_for(self) -> str:
         """One sentence: whom this worker waits for, and for how long nothing has begun or ended."""
         whom = []

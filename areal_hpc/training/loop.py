@@ -7,7 +7,8 @@ collectives. Whoever waits for whom:
                      or for nobody, where answers come from a data set
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
-    behind, catch_up let an engine that was replaced in while the trainer waits: without it no group might ever come
+    behind, catch_up let an engine in that was replaced or has joined, while the trainer waits: without it no group
+                     might ever come
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
@@ -102,6 +103,8 @@ class TrainingLoop:
     record: Callable[[str, Mapping[str, Any]], None]
     behind: Callable[[], bool] = lambda: False
     """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
+    deserted_s: Callable[[], float] = lambda: 0.0
+    """For how long in all no engine was there to sample anything: that counts for no limit of ours."""
     catch_up: Callable[[int, Weights], None] = lambda version, weights: None
     """Bring those engines up to date."""
     archive: Callable[[TrainedStep], None] | None = None
@@ -146,11 +149,11 @@ class TrainingLoop:
 
     def claim(self) -> list[GroupRef] | None:
         """The step's groups, the same on every rank; None when the run is to stop."""
-        began = self.clock()
+        began, deserted_s = self.clock(), self.deserted_s()
         what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
             with waiting(what, *self.workers, limit_s=self.pace.starve_s):
-                refs, behind = self._wait_for_groups(began) if self.reader is not None else (None, False)
+                refs, behind = self._wait_for_groups(began - deserted_s) if self.reader is not None else (None, False)
             shared, behind = self.ranks.share([None if refs is None else [ref.record() for ref in refs], behind])
             if not behind:
                 break
@@ -160,12 +163,16 @@ class TrainingLoop:
         return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
 
     def _wait_for_groups(self, began: float) -> tuple[list[GroupRef] | None, bool]:
-        """The groups, or None and whether that is because an engine must be caught up first; else a stop is due."""
+        """The groups, or None and whether that is because an engine must be caught up first; else a stop is due.
+
+        Args:
+            began: when the wait did, less the time that the run had been deserted by then.
+        """
         assert self.reader is not None
         while not self.stop_requested():
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs, False
-            deadline = began + self.pace.starve_s
+            deadline = began + self.deserted_s() + self.pace.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
             if self.behind():
                 return None, True

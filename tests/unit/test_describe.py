@@ -198,12 +198,15 @@ limits.weight_update_s: float
 limits.restarts: int
 limits.restart_window_s: float
 limits.attempts: int
+limits.join_s: float
+limits.rejoin_s: float
 limits.checkpoint_s: float
 limits.quiet_s: float
 limits.engine_s: float
 limits.stall_s: float
 limits.stop_s: float
-cluster.shape: local | het | split
+cluster.shape: local | het | split | satellites
+cluster.satellites: int
 cluster.all.nodes: int
 cluster.all.cpus: int
 cluster.all.gpus: int

@@ -19,7 +19,12 @@ from areal_hpc.config.schema import (
 )
 from areal_hpc.generation.connection import EngineLost
 from areal_hpc.generation.router import Router
-from areal_hpc.roles.wiring.episodes import engines_text, evaluation_rollout, record_routing
+from areal_hpc.roles.wiring.episodes import (
+    engines_text,
+    evaluation_rollout,
+    postpone_while_deserted,
+    record_routing,
+)
 from areal_hpc.types import Completion, GenerationRequest, Sampling
 
 
@@ -102,3 +107,25 @@ def test_a_worker_records_what_its_engines_have_to_do_and_which_is_out() -> None
         await router.close()
 
     asyncio.run(body())
+
+
+def test_episodes_are_postponed_for_as_long_as_no_engine_is_there() -> None:
+    class Flickering:
+        def __init__(self) -> None:
+            self.states = [False, True, True, True, False, False]
+
+        def is_deserted(self) -> bool:
+            if len(self.states) == 1:
+                task.cancel()
+            return self.states.pop(0) if self.states else False
+
+    async def body() -> None:
+        await asyncio.wait({task})
+
+    postponed: list[float] = []
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(postpone_while_deserted(Flickering(), postponed.append, 0.001))  # type: ignore[arg-type]
+    loop.run_until_complete(body())
+    loop.close()
+    assert len(postponed) == 1, "asked before and after each pause: there between two of them is there"
+    assert postponed[0] >= 0.001

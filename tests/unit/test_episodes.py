@@ -241,3 +241,24 @@ def test_a_prompt_is_rendered_once_for_its_group_and_other_messages_each_time() 
         assert ring.dropped == {3: Drop.FAILED}
 
     run(test())
+
+
+def test_an_episode_that_is_postponed_has_so_much_more_time() -> None:
+    async def test() -> None:
+        ring, records, may_answer = Ring(1, done=1), Records(), asyncio.Event()
+
+        async def wait(request: GenerationRequest, count: int) -> None:
+            await may_answer.wait()
+
+        runner = runner_of(ring, engine := Engine(wait), records, config=config(timeout_s=0.2, attempts=1))
+        running = asyncio.create_task(runner.run(ring.stop))
+        while not engine.requests:
+            await asyncio.sleep(0)
+        runner.postpone(60.0)
+        await asyncio.sleep(0.3)
+        may_answer.set()
+        await running
+        assert list(ring.sealed) == [0]
+        assert not records.kept["failure"]
+
+    run(test())

@@ -88,6 +88,9 @@ class World:
     stop: bool = False
     min_mb_per_s: float = 50.0
     records: list[tuple[str, str]] = field(default_factory=list)
+    desert_s: float | None = None
+    joining: list[StubEngine] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
     plan: dict[int, Any] = field(default_factory=dict)  # so many sleeps from now -> what happens then
     walked: int = 0
 
@@ -98,13 +101,23 @@ class World:
             self.engines,  # type: ignore[arg-type]
             self.transport,
             run=asyncio.run,
+            look=self.look_around,
             wait_s=30.0,
+            desert_s=self.desert_s,
             min_mb_per_s=self.min_mb_per_s,
             stopping=lambda: self.stop,
             record=lambda _, values: self.records.append((values["engine"], values["event"])),
             clock=lambda: self.now,
             sleep=self.sleep,
         )
+
+    def look_around(self) -> tuple[Any, set[str]]:
+        joined, self.joining = self.joining, []
+        return joined, set(self.away)
+
+    def join(self, name: str) -> StubEngine:
+        self.joining.append(engine := StubEngine(name))
+        return engine
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -275,6 +288,128 @@ def test_D24_an_engine_that_never_takes_an_update_does_not_keep_the_trainer_for_
     with pytest.raises(WeightUpdateError, match="g0 did not take the weights"):
         world.publish(1)
     assert world.now <= 30 + 2 * LOOK_S
+
+
+def test_one_that_joins_while_the_trainer_waits_is_caught_up_alone_and_takes_part_from_then_on() -> None:
+    world = World()
+    world.publish(1)
+    satellite = world.join("g7")
+    assert world.look()
+    world.fleet.catch_up(1, world.weights())
+    assert world.transport.calls[-1] == "catch up 1 g7"
+    world.publish(2)
+    assert world.transport.calls[-1] == "publish 2 to g0 g1 g7"
+    assert satellite.version == 2
+    assert world.records == [("g7", "joined")]
+
+
+def test_one_that_joins_before_a_publish_takes_part_in_it() -> None:
+    world = World()
+    satellite = world.join("g7")
+    assert world.publish(1) == 1
+    assert satellite.version == 1
+    assert world.records == [("g7", "joined")]
+
+
+def test_one_that_joins_and_cannot_be_reached_yet_holds_nobody_up() -> None:
+    world = World()
+    satellite = world.join("g7")
+    satellite.alive = False
+    assert world.publish(1) == 1
+    assert not world.look()
+    satellite.alive = True
+    while not world.look():
+        assert world.now < 10
+    world.fleet.catch_up(1, world.weights())
+    assert satellite.version == 1
+
+
+def test_one_that_has_left_is_not_asked_for_anything_until_its_seat_is_taken_again() -> None:
+    world = World()
+    satellite = world.join("g7")
+    world.publish(1)
+    satellite.die()
+    world.away.add("g7")
+    assert world.publish(2) == 1, "a publish does not fail over it"
+    reached = satellite.reached
+    for _ in range(100):
+        assert not world.look()
+    assert satellite.reached == reached, "its node may be gone, and to connect to it take as long as may be"
+    satellite.come_back()
+    world.away.clear()
+    assert world.look()
+    world.fleet.catch_up(2, world.weights())
+    assert satellite.version == 2
+    assert world.records == [("g7", "joined"), ("g7", "lost"), ("g7", "back")]
+
+
+def test_a_run_without_engines_of_its_own_waits_for_the_first_that_joins() -> None:
+    world = World(num=0)
+    satellites: list[StubEngine] = []
+    world.plan[20] = lambda: satellites.append(world.join("g0"))
+    assert world.publish(0) == 1
+    assert 20 <= world.now <= 22
+    assert world.transport.calls == ["publish 0 to g0"]
+
+
+def test_engines_that_leave_and_come_back_within_one_publish_are_told_of() -> None:
+    world = World(num=0)
+    satellite = world.join("g0")
+    world.publish(0)
+    satellite.die()
+    world.away.add("g0")
+
+    def again() -> None:
+        satellite.come_back()
+        world.away.clear()
+
+    world.plan[20] = again
+    assert world.publish(1) == 1
+    assert world.records == [("g0", "joined"), ("g0", "lost"), ("g0", "back")]
+
+
+def test_and_no_longer_than_its_limit() -> None:
+    with pytest.raises(WaitTimeout, match=r"waited 30 s for an engine to take new weights.*: none has ever joined"):
+        World(num=0).publish(0)
+
+
+def test_time_without_any_engine_is_counted_and_has_a_limit_where_satellites_are_awaited() -> None:
+    world = World(num=0, desert_s=100.0)
+    world.join("g0")
+    world.publish(0)
+    world.look()
+    assert world.fleet.deserted_s() == 0.0
+    world.away.add("g0")
+    for _ in range(50):
+        assert not world.look()
+    assert world.fleet.deserted_s() == 49.0
+    world.away.clear()
+    assert world.look()
+    world.fleet.catch_up(0, world.weights())
+    world.look()
+    so_far = world.fleet.deserted_s()
+    assert so_far == 50.0
+    world.look()
+    assert world.fleet.deserted_s() == so_far, "it stands still while an engine is there"
+    world.away.add("g0")
+    with pytest.raises(WaitTimeout, match=r"waited 100 s for an engine .*: g0: it has left"):
+        for _ in range(200):
+            world.look()
+
+
+def test_a_satellite_that_never_takes_an_update_does_not_keep_the_trainer_for_as_long_as_the_queue_may() -> None:
+    world = World(num=0, desert_s=86400.0)
+    world.plan[5000] = lambda: setattr(world.join("g0"), "fails", 10**6)
+    with pytest.raises(WeightUpdateError, match="g0 did not take the weights"):
+        world.publish(0)
+    assert 5030 <= world.now <= 5040
+
+
+def test_where_only_the_runs_own_engines_are_expected_their_launcher_counts() -> None:
+    world = World(num=0)
+    for _ in range(200):
+        world.look()
+    assert world.fleet.deserted_s() == 0.0
 
 
 def test_D17_weights_that_crawl_are_warned_of_once_with_the_engines_and_the_way(

@@ -22,6 +22,7 @@ GOLDEN = {
     "train": ("run", "cluster.shape=het"),
     "train_split": ("run", "cluster.shape=split"),
     "train_chain": ("run", "cluster.shape=split", "cluster.requeue=false"),
+    "train_satellites": ("run", "cluster.shape=satellites"),
     "eval": ("eval", "cluster.shape=split"),
 }
 EVALUATES = ("evaluation.checkpoint=model", "model.path=model")

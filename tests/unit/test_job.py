@@ -12,6 +12,7 @@ from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import RunDir, publish_json
 from areal_hpc.report import status_lines
 from areal_hpc.roles import job as roles_job
+from areal_hpc.roles import seats
 from areal_hpc.roles.job import JobView, jobs_of, look, stop_submitted
 
 
@@ -168,3 +169,35 @@ def test_a_local_run_has_no_job(tmp_path: Path) -> None:
     run.attempt(1).create()
     publish_json(run.attempt(1).state, {"state": "finished", **Owner.this_process().record()})
     assert look(run) is None
+
+
+def test_satellites_are_shown_and_leave_the_queue_with_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish_json(run.slurm / "submission-0001.json", {"job_id": "12", "satellites": "13"})
+    publish_json(run.slurm / "submission-0002.json", {})  # of somebody who submits right now
+    asked = []
+
+    def beside(job_id: str, array_id: str) -> tuple[Queued, dict[str, int]]:
+        asked.append((job_id, array_id))
+        return Queued(state="RUNNING"), {"PENDING": 5, "RUNNING": 2}
+
+    monkeypatch.setattr(roles_job, "queued_beside", beside)
+    attempt(run, 1, "running")
+    seat = seats.take(run.attempt(1), 0, {"host": "n7", "job": "13_2"})
+    assert rows(run, look(run))["satellites"] == "array 13: 5 PENDING, 2 RUNNING"
+    seat.come_up()
+    shown = rows(run, look(run))["satellites"]
+    assert shown == "joined: generator-0 (n7, job 13_2); array 13: 5 PENDING, 2 RUNNING"
+    assert asked == [("12", "13")] * 2
+    assert stopped(run, look(run)) == ("stopped", ["asked for 5 s", "13"])
+    seat.leave()
+    assert "joined" not in rows(run, look(run))["satellites"]
+
+
+def test_an_engine_that_has_left_is_no_silent_process(run: RunDir) -> None:
+    attempt(run, 1, "running")
+    seat = seats.take(run.attempt(1), 0, {})
+    lines = status_lines(run, watch=lambda _: {"generator-0": "silent", "trainer-0": "alive"}, ask=lambda _: RUNNING)
+    assert "generator-0 silent" in lines[-1]
+    seat.leave()
+    lines = status_lines(run, watch=lambda _: {"generator-0": "silent", "trainer-0": "alive"}, ask=lambda _: RUNNING)
+    assert "generator-0" not in lines[-1]

@@ -16,6 +16,8 @@ from areal_hpc.cluster.jobs import (
     parse_accounts,
     parse_queue,
     queued,
+    queued_beside,
+    submit_script,
 )
 from areal_hpc.errors import SubmissionError
 
@@ -82,6 +84,31 @@ def test_a_command_that_hangs_or_is_not_there_is_an_error(commands: Path, monkey
     monkeypatch.setenv("PATH", str(commands / "nowhere"))
     with pytest.raises(SubmissionError, match=r"squeue does not answer: .*; type this on a login node"):
         queued("12")
+
+
+def test_a_job_and_the_tasks_of_an_array_are_told_apart_by_one_call(commands: Path) -> None:
+    rows = ["12|RUNNING|None|now", "13_4|RUNNING|None|now", "13_5|PENDING|Priority|N/A", "13_6|PENDING|Priority|N/A"]
+    rows.append("13_3|COMPLETING|None|now")
+    lines = "\n".join(f'echo "{row}"' for row in rows)
+    command(commands, "squeue", f'echo "$@" >>{commands}/calls\n{lines}')
+    found, tasks = queued_beside("12", "13")
+    assert found is not None
+    assert (found.state, tasks) == ("RUNNING", {"PENDING": 2, "RUNNING": 1})
+    (call,) = (commands / "calls").read_text(encoding="utf-8").splitlines()
+    assert "--array --jobs 12,13 " in call
+    command(commands, "squeue", "true")
+    assert queued_beside("12", "13") == (None, {})
+
+
+def test_a_script_is_handed_in_as_it_is(commands: Path) -> None:
+    script = commands / "script"
+    script.touch()
+    command(commands, "sbatch", f'echo "$@" >{commands}/call; echo "a word of the site"; echo "14;cluster"')
+    assert submit_script(script, ["--array=1-3"]) == "14"
+    assert (commands / "call").read_text(encoding="utf-8") == f"--parsable --array=1-3 {script}\n"
+    command(commands, "sbatch", 'echo "Invalid partition" >&2; exit 1')
+    with pytest.raises(SubmissionError, match=f"sbatch refused the job: Invalid partition; the script is {script}"):
+        submit_script(script, [])
 
 
 HET = """\

@@ -144,3 +144,20 @@ def test_starvation_ends_with_the_ring_s_own_words() -> None:
     world.loop.clock = lambda: next(ticks)
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch: 0 of 2 groups .*raise limits\.starve_s"):
         world.run()
+
+
+def test_time_without_any_engine_is_no_starvation() -> None:
+    """Satellites may be in Slurm's queue for hours."""
+    world = World()
+    world.workers = None
+    ticks, now = itertools.count(step=20.0), [0.0]
+
+    def clock() -> float:
+        now[0] = next(ticks)
+        return now[0]
+
+    world.loop.clock = clock
+    world.loop.deserted_s = lambda: min(400.0, now[0])
+    with pytest.raises(WaitTimeout, match="step 1 waited 60 s for a batch"):
+        world.run()
+    assert 460.0 <= now[0] <= 500.0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ class Stub:
     trouble: Exception | None = None
     sick: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    breaks: asyncio.Event = field(default_factory=asyncio.Event)  # what runs ends in its trouble
+    probed: int = 0
     served: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
@@ -34,13 +36,20 @@ class Stub:
         self.served.append(request.request_id)
         if self.trouble is not None:
             raise self.trouble
-        await self.gate.wait()
+        ways = {asyncio.ensure_future(event.wait()) for event in (self.gate, self.breaks)}
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        if self.breaks.is_set():
+            assert self.trouble is not None
+            raise self.trouble
         return await ScriptedGenerator([[1]], version=self.version).generate(request)
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
     async def probe(self) -> int:
+        self.probed += 1
         if self.sick:
             raise GenerationError(f"{self.name} is not healthy")
         return self.version
@@ -361,3 +370,142 @@ def test_J18_no_load_is_left_however_requests_end(
         await router.close()
 
     asyncio.run(body())
+
+
+class Fluctuating:
+    """Engines that join and leave as told, by the name."""
+
+    def __init__(self) -> None:
+        self.joining: list[Stub] = []
+        self.away: set[str] = set()
+
+    def look(self) -> tuple[list[Stub], set[str]]:
+        joined, self.joining = self.joining, []
+        return joined, set(self.away)
+
+
+def fluctuate(
+    scenario: Callable[[Router, list[Stub], Fluctuating], Awaitable[Any]], num: int = 1, **options: Any
+) -> None:
+    world = Fluctuating()
+
+    async def body(router: Router, stubs: list[Stub]) -> None:
+        await scenario(router, stubs, world)
+
+    drive(body, num, **{"look": world.look, "look_s": 0.001} | options)
+
+
+def test_without_an_engine_a_request_waits_for_the_first_that_joins() -> None:
+    async def scenario(router: Router, _: list[Stub], world: Fluctuating) -> None:
+        assert router.is_deserted()
+        asking = asyncio.create_task(router.generate(request("a")))
+        await asyncio.sleep(0.02)
+        assert not asking.done()
+        newcomer = Stub("satellite")
+        newcomer.gate.set()
+        world.joining.append(newcomer)
+        await asking
+        assert newcomer.served == ["a"]
+        assert not router.is_deserted()
+
+    fluctuate(scenario, num=0)
+
+
+def test_one_that_has_joined_gets_nothing_before_it_has_the_newest_weights() -> None:
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        stubs[0].version = 7
+        stubs[0].gate.set()
+        await router.expect(7)
+        newcomer = Stub("satellite")
+        newcomer.gate.set()
+        world.joining.append(newcomer)
+        await router.generate(request("a"))
+        await until(lambda: "expected" in router.out().get("satellite", ""))
+        newcomer.version = 7
+        await until(lambda: not router.out())
+
+    fluctuate(scenario)
+
+
+def test_what_an_engine_took_along_when_it_left_is_asked_anew_of_another() -> None:
+    """However often that happens: it is no fault of the request, so it costs no attempt of the episode."""
+
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        asking = asyncio.create_task(router.generate(request("a")))
+        served = stubs[0]
+        for number in range(5):
+            await until(lambda: served.served == ["a"])  # noqa: B023  awaited at once
+            world.joining.append(another := Stub(f"satellite-{number}"))
+            world.away.add(served.name)
+            served.trouble = EngineLost(f"{served.name} hung up")
+            served.breaks.set()
+            served = another
+        await until(lambda: served.served == ["a"])
+        served.gate.set()
+        await asking
+
+    fluctuate(scenario)
+
+
+def test_an_answer_that_somebody_has_heard_a_part_of_is_not_begun_anew() -> None:
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        heard = replace(request("a"), on_tokens=lambda _: None)
+        asking = asyncio.create_task(router.generate(heard))
+        await until(lambda: stubs[0].served)
+        world.away.add("engine-0")
+        stubs[0].trouble = EngineLost("engine-0 hung up")
+        stubs[0].breaks.set()
+        with pytest.raises(EngineLost, match="engine-0 hung up"):
+            await asking
+
+    fluctuate(scenario)
+
+
+def test_one_that_is_leaving_finishes_what_it_has_and_gets_nothing_new() -> None:
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        leaving, other = stubs
+        running = asyncio.create_task(router.generate(request("a", "session")))
+        await until(lambda: leaving.served == ["a"])
+        world.away.add("engine-0")
+        await until(lambda: router.out() == {"engine-0": "it has left"})
+        other.gate.set()
+        await router.generate(request("b", "session"))
+        other.version = 1
+        await router.expect(1)  # which those that stay are brought to
+        assert not running.done()
+        leaving.gate.set()
+        assert (await running).versions.tolist() == [0]
+        assert (leaving.served, other.served) == (["a"], ["b"])
+
+    fluctuate(scenario, num=2)
+
+
+def test_nobody_asks_one_that_has_left_whether_it_lives_until_its_seat_is_taken_again() -> None:
+    """Its node may be gone: a connection to it is refused by nobody, for as long as a time limit lasts."""
+
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        for stub in stubs:
+            stub.gate.set()
+        world.away.add("engine-0")
+        await router.generate(request("a", num=1))
+        await until(lambda: "engine-0" in router.out())
+        probed = stubs[0].probed
+        await asyncio.sleep(0.05)
+        assert stubs[0].probed == probed
+        world.away.clear()
+        await until(lambda: not router.out())
+
+    fluctuate(scenario, num=2)
+
+
+def test_a_roster_that_cannot_be_read_any_more_is_said() -> None:
+    def look() -> Any:
+        raise PermissionError("seats")
+
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].gate.set()
+        await router.generate(request("a"))
+        with pytest.raises(PermissionError):
+            await router.generate(request("b"))
+
+    drive(scenario, num=1, look=look)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.hetjob import Job
 from areal_hpc.cluster.jobs import Queued
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, RunDirError, SubmissionError
+from areal_hpc.fs import RunDir
 from areal_hpc.roles import job as roles_job
 from areal_hpc.roles import submission
 
@@ -27,7 +30,10 @@ class Slurm:
     def __init__(self) -> None:
         self.jobs: list[tuple[Job, Any, str]] = []
         self.states: dict[str, str] = {}
-        self.refuses = ""
+        self.refuses = self.refuses_satellites = ""
+        self.arrays: list[tuple[str, list[str]]] = []
+        self.tasks: dict[str, int] = {}
+        self.cancelled: list[str] = []
 
     def submit(self, job: Job, launch: Any, folder: Path, *, python: str) -> str:
         if self.refuses:
@@ -38,6 +44,15 @@ class Slurm:
         (folder / job_id).mkdir()  # as submitit does
         return job_id
 
+    def submit_script(self, script: Path, options: Sequence[str]) -> str:
+        if self.refuses_satellites:
+            raise SubmissionError(self.refuses_satellites)
+        self.arrays.append((script.read_text(encoding="utf-8"), list(options)))
+        return f"7{len(self.arrays)}"
+
+    def queued_beside(self, job_id: str, array_id: str) -> tuple[Queued | None, dict[str, int]]:
+        return self.queued(job_id), self.tasks
+
     def queued(self, job_id: str) -> Queued | None:
         return Queued(state=self.states[job_id]) if self.states[job_id] else None
 
@@ -46,7 +61,10 @@ class Slurm:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm()
     monkeypatch.setattr(submission, "submit", made.submit)
+    monkeypatch.setattr(submission, "submit_script", made.submit_script)
+    monkeypatch.setattr(submission, "cancel", made.cancelled.append)
     monkeypatch.setattr(roles_job, "queued", made.queued)
+    monkeypatch.setattr(roles_job, "queued_beside", made.queued_beside)
     monkeypatch.setattr(roles_job, "accounted", lambda _: [])
     return made
 
@@ -146,3 +164,43 @@ def test_what_cannot_be_never_reaches_slurm(slurm: Slurm, tmp_path: Path) -> Non
         submission.submit_run(config_of(tmp_path, "cluster.shape=local"), print)
     assert slurm.jobs == []
     assert list(tmp_path.iterdir()) == []
+
+
+SATELLITES = ("cluster.shape=satellites", "cluster.satellites=3", "generation.replicas=0", "limits.rejoin_s=60")
+
+
+def test_satellites_are_submitted_along_with_the_run_and_join_the_attempts_that_come(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    claim_epoch(RunDir.create(tmp_path / "quickstart"), {})  # an attempt of an earlier submission
+    made = submission.submit_run(config_of(tmp_path, *SATELLITES, "cluster.python=/opt/python"), print)
+    ((script, options),) = slurm.arrays
+    assert options[:2] == ["--array=1-3", "--dependency=after:1"]
+    assert f" /opt/python -u -m areal_hpc join {tmp_path}/quickstart --after 1 --wait 60 &" in script
+    assert f"#SBATCH --output={tmp_path}/quickstart/slurm/satellites/%A_%a.log" in script
+    assert made.lines()[:2] == ["job 1", "satellites 71"]
+    assert roles_job.satellites_of(made.run) == "71"
+
+
+def test_satellites_that_are_still_there_serve_the_resumed_run(slurm: Slurm, tmp_path: Path) -> None:
+    config = config_of(tmp_path, *SATELLITES)
+    submission.submit_run(config, print)
+    slurm.states["1"], slurm.tasks = "", {"RUNNING": 1, "PENDING": 2}
+    assert submission.submit_run(config, print, ["--resume"]).satellites == "71"
+    assert len(slurm.arrays) == 1
+    slurm.states["2"], slurm.tasks = "", {}
+    assert submission.submit_run(config, print, ["--resume"]).satellites == "72"
+
+
+def test_a_run_whose_satellites_are_refused_is_not_left_without_them(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.refuses_satellites = "Invalid partition"
+    with pytest.raises(SubmissionError, match="Invalid partition"):
+        submission.submit_run(config_of(tmp_path, *SATELLITES), print)
+    assert slurm.cancelled == ["1"]
+
+
+def test_satellites_with_too_few_gpus_never_reach_slurm(slurm: Slurm, tmp_path: Path) -> None:
+    words = ("cluster.shape=satellites", "layout=sglang:d1t4+fsdp:d1", "cluster.generation.gpus=2")
+    with pytest.raises(ConfigError, match="an engine needs 4 GPUs of one node, and a satellite has 2"):
+        submission.submit_run(config_of(tmp_path, *words, "cluster.trainer.gpus=8"), print)
+    assert slurm.jobs == []

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.control import read_replaced
-from areal_hpc.config.derived import engine_ranks, exported_model
+from areal_hpc.config.derived import engine_ranks, exported_model, takes_satellites, without_engines_s
 from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError
-from areal_hpc.fs import RunDir, fsync_directory
+from areal_hpc.fs import RunDir, fsync_directory, read_if_listed
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Capacity, Router
+from areal_hpc.roles import seats
 from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.telemetry import add_secret
@@ -109,26 +110,49 @@ def token_of(process: RoleProcess, index: int, incarnation: int) -> str:
     return token
 
 
-def make_clients(process: RoleProcess) -> list[EngineClient]:
-    """A client for every engine of the attempt, once they are up. Each follows its engine to where it is replaced."""
-    return [_client(process, index) for index in range(process.config.generation.replicas)]
+class Roster:
+    """Clients of the attempt's engines: of the run's own at once, of those that join when they have come up."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        self._process = process
+        self._joined = dict[int, EngineClient]()
+
+    def first(self) -> list[EngineClient]:
+        """A client for every engine of the run's own, once they are up. Each follows its engine to where it is
+        replaced."""
+        process = self._process
+        indices = range(process.config.generation.replicas)
+        return [_client(process, index, process.endpoint_of("generator", index)) for index in indices]
+
+    def look(self) -> tuple[list[EngineClient], set[str]]:
+        """Clients of engines that have joined since the last look, and the names of all that have left since they
+        did."""
+        attempt = self._process.attempt
+        here = seats.present(attempt)
+        new = {}
+        for index in sorted(here.keys() - self._joined.keys()):
+            if (endpoint := read_if_listed(attempt.endpoint("generator", index))) is not None:  # else: the next time
+                new[index] = _client(self._process, index, endpoint)
+        self._joined |= new
+        return list(new.values()), {client.name for index, client in self._joined.items() if index not in here}
 
 
-def _client(process: RoleProcess, index: int) -> EngineClient:
+def _client(process: RoleProcess, index: int, endpoint: Mapping[str, Any]) -> EngineClient:
+    """A client of the engine that ``endpoint`` tells of."""
     config = process.config
     limits = Limits(
         generate_s=config.rollout.timeout_s, admin_s=config.limits.weight_update_s, load_s=config.limits.weight_update_s
     )
 
-    def address(endpoint: Mapping[str, Any]) -> Address:
-        incarnation = int(endpoint["incarnation"])
-        return Address(url=endpoint["url"], token=token_of(process, index, incarnation), incarnation=incarnation)
+    def address(told: Mapping[str, Any]) -> Address:
+        incarnation = int(told["incarnation"])
+        return Address(url=told["url"], token=token_of(process, index, incarnation), incarnation=incarnation)
 
     def locate() -> Address | None:
-        endpoint = read_replaced(process.attempt.endpoint("generator", index))
-        return None if endpoint is None else address(endpoint)
+        told = read_replaced(process.attempt.endpoint("generator", index))
+        return None if told is None else address(told)
 
-    first = address(process.endpoint_of("generator", index))
+    first = address(endpoint)
     return EngineClient(
         f"generator-{index}",
         first.url,
@@ -141,7 +165,13 @@ def _client(process: RoleProcess, index: int) -> EngineClient:
 
 
 def make_router(process: RoleProcess) -> Router:
-    """All engines of the attempt as one. A request waits for a replacement as long as that may take to come up."""
-    generation = process.config.generation
-    capacity = Capacity(max_requests=generation.max_requests, max_tokens=generation.max_outstanding_tokens)
-    return Router(make_clients(process), wait_s=process.config.limits.start_s, capacity=capacity)
+    """All engines of the attempt as one. A request waits for a replacement as long as that may take to come up, or for
+    a satellite as long as that may take to join."""
+    config, roster = process.config, Roster(process)
+    generation = config.generation
+    return Router(
+        roster.first(),
+        wait_s=without_engines_s(config),
+        capacity=Capacity(max_requests=generation.max_requests, max_tokens=generation.max_outstanding_tokens),
+        look=roster.look if takes_satellites(config) else None,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import cast
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.writer import RingWriter
-from areal_hpc.config.derived import ring_capacity
+from areal_hpc.config.derived import awaits_satellites, ring_capacity
 from areal_hpc.config.schema import Config, RolloutConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.fs import wait_for
@@ -31,6 +32,8 @@ from areal_hpc.waits import LEADER
 from areal_hpc.watermark import Watermark
 
 ROUTING_S = 2.0
+DESERTED_S = 1.0
+"""How often it is asked whether any engine is there."""
 
 
 class Pinned:
@@ -64,6 +67,29 @@ async def record_routing(router: Router, record: Record) -> None:
     while True:
         record("routing", {**router.outstanding(), **router.out()})
         await asyncio.sleep(ROUTING_S)
+
+
+async def postpone_while_deserted(router: Router, postpone: Callable[[float], None], every_s: float) -> None:
+    """Let no time count for episodes in which no engine was there: satellites may be in Slurm's queue for hours."""
+    while True:
+        was_deserted, began = router.is_deserted(), time.monotonic()
+        await asyncio.sleep(every_s)
+        if was_deserted and router.is_deserted():
+            postpone(time.monotonic() - began)
+
+
+@asynccontextmanager
+async def patiently(config: Config, router: Router, postpone: Callable[[float], None]) -> AsyncIterator[None]:
+    """Postpone while inside, where satellites are awaited."""
+    if not awaits_satellites(config):
+        yield
+        return
+    task = asyncio.create_task(postpone_while_deserted(router, postpone, DESERTED_S))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def make_reward_pool(config: Config) -> RewardPool:
@@ -107,7 +133,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
                 yield online
             return
         async with make_workflow(process, renderer, generator) as workflow:
-            yield Runner(
+            runner = Runner(
                 stream=stream,
                 writer=writer,
                 workflow=workflow,
@@ -121,6 +147,8 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
                 seed=config.seed,
                 deterministic=config.deterministic,
             )
+            async with patiently(config, router, runner.postpone):
+                yield runner
     finally:
         recording.cancel()
         await asyncio.wait({recording})
@@ -133,8 +161,10 @@ def _wait_until_followed(process: RoleProcess, writer: RingWriter) -> Watermark:
     """The positions this worker need not come to, as soon as the trainer knows of the worker.
 
     Raises:
-        WaitTimeout: the trainer did not open the ring; it may start, and then evaluate, before it does.
+        WaitTimeout: the trainer did not open the ring; it may start, wait for a first engine, and then evaluate, before
+            it does.
     """
+    config = process.config
 
     def followed() -> tuple[Watermark] | None:
         if process.stopping():
@@ -145,7 +175,7 @@ def _wait_until_followed(process: RoleProcess, writer: RingWriter) -> Watermark:
     (issued,) = wait_for(
         "trainer-0 to open the ring",
         followed,
-        2 * process.config.limits.start_s,
+        2 * config.limits.start_s + (config.limits.join_s if awaits_satellites(config) else 0.0),
         party=LEADER,
         hint=f"look into {process.attempt.log('trainer', 0)}",
     )
@@ -174,21 +204,23 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     try:
         await pool.start()
         async with make_workflow(process, renderer, generator) as workflow:
-            yield EvaluationParts(
-                prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
-                episodes=EpisodeRunner(
-                    workflow=workflow,
-                    generator=generator,
-                    renderer=renderer,
-                    score=pool.score,
-                    config=evaluation_rollout(config),
-                    max_tokens=config.model.max_tokens,
-                    record=process.recorder.record,
-                    seed=config.seed,
-                ),
-                newest_version=lambda: _newest_version(process),
-                evaluated=lambda: set(results(process.run, process.epoch)),
+            episodes = EpisodeRunner(
+                workflow=workflow,
+                generator=generator,
+                renderer=renderer,
+                score=pool.score,
+                config=evaluation_rollout(config),
+                max_tokens=config.model.max_tokens,
+                record=process.recorder.record,
+                seed=config.seed,
             )
+            async with patiently(config, router, episodes.postpone):
+                yield EvaluationParts(
+                    prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
+                    episodes=episodes,
+                    newest_version=lambda: _newest_version(process),
+                    evaluated=lambda: set(results(process.run, process.epoch)),
+                )
     finally:
         await pool.close()
         await router.close()

@@ -4,7 +4,10 @@
     its launcher starts another     the endpoint names a new incarnation: the engine is behind
     the trainer waits for groups    what is behind is caught up, alone, and takes part again
     a publish comes first           what was replaced takes part in it
-    nobody is left                  publish waits for the first that comes, within limits.start_s
+    a satellite has joined          the same as if it had been replaced
+    a satellite has left            it takes no part any more, and nobody asks it whether it lives
+    nobody is left                  publish waits for the first that comes, within limits.start_s, or limits.join_s
+                                    where satellites are to come
 
 An engine that failed an update and lives is tried again in growing pauses; what is wrong with it may pass.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
@@ -51,11 +54,23 @@ class Engine(WeightTarget, Protocol):
     async def close(self) -> None: ...
 
 
+Look = Callable[[], tuple[Sequence[Engine], Collection[str]]]
+"""Engines that have joined since it was last called, and the names of all that have left and not come back."""
+
+
+def nobody_comes_or_goes() -> tuple[Sequence[Engine], Collection[str]]:
+    """The ``Look`` of a run whose engines are all its own."""
+    return (), ()
+
+
 class Fleet:
     """The engines behind one transport.
 
     Args:
+        look: who has joined and who has left.
         wait_s: longest time in which nobody takes new weights.
+        desert_s: longest time without any engine, where satellites may be in Slurm's queue for as long; None where only
+            the run's own are to be expected: ``wait_s`` is enough for them, and their launcher watches them.
         min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
         stopping: whether nobody needs them any more.
         record: takes ``("engine", values)`` whenever one is lost or is back.
@@ -67,15 +82,21 @@ class Fleet:
         transport: WeightTransport,
         *,
         run: Run,
+        look: Look = nobody_comes_or_goes,
         wait_s: float,
+        desert_s: float | None = None,
         min_mb_per_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._engines, self._transport, self._run = list(engines), transport, run
-        self._wait_s, self._stopping, self._record = wait_s, stopping, record
+        self._engines, self._transport, self._run, self._look = list(engines), transport, run, look
+        self._away: Collection[str] = ()
+        self._new: set[str] = set()  # who has joined, and never had the newest weights
+        self._deserted_since: float | None = None
+        self._deserted_s = 0.0
+        self._wait_s, self._desert_s, self._stopping, self._record = wait_s, desert_s, stopping, record
         self._clock, self._sleep = clock, sleep
         self._min_mb_per_s = min_mb_per_s
         self._called_slow = False
@@ -97,7 +118,7 @@ class Fleet:
         """
         self._since = self._clock() if self._since is None else self._since
         try:
-            if not self._someone_is_there():
+            if not self._someone_is_there(version):
                 return {}
             moved: Mapping[str, float] = self._run(self._transport.publish(version, weights))
         except WeightUpdateError as error:
@@ -114,12 +135,32 @@ class Fleet:
         return moved
 
     def behind(self) -> bool:
-        """Whether an engine can be reached that lacks the newest weights; ``catch_up`` is for it."""
+        """Whether an engine can be reached that lacks the newest weights; ``catch_up`` is for it.
+
+        Raises:
+            WaitTimeout: there has been none for too long; says what became of each.
+        """
         if self._clock() < self._next_look:
             return False
         self._next_look = self._clock() + LOOK_S
-        self._behind = self._find(self._replaced() + self._due())
+        self._behind = self._find(self._come() + self._due())
+        self._count_desertion()
         return bool(self._behind)
+
+    def deserted_s(self) -> float:
+        """For how long in all, while the trainer waited for groups, no engine was known to be there."""
+        since = self._deserted_since
+        return self._deserted_s + (0.0 if since is None else self._clock() - since)
+
+    def _count_desertion(self) -> None:
+        if self._desert_s is None:
+            return
+        if self._transport.membership.members or self._behind:
+            self._deserted_s, self._deserted_since = self.deserted_s(), None
+        elif self._deserted_since is None:
+            self._deserted_since = self._clock()
+        elif self._clock() - self._deserted_since > self._desert_s:
+            raise self._nobody_came(self._desert_s)
 
     def catch_up(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Bring those engines to ``version``, which the others serve; who fails is tried again later.
@@ -162,43 +203,62 @@ class Fleet:
             self._transport.route,
         )
 
-    def _someone_is_there(self) -> bool:
+    def _someone_is_there(self, version: int) -> bool:
         """Let in who was replaced, and if nobody is left wait for anybody; False if that is not needed any more."""
-        self._admit(self._find(self._replaced()))
+        self._admit(self._find(self._come()))
         if self._transport.membership.members:
             return True
-        with waiting("any of them to come back", *(engine.name for engine in self._engines), limit_s=self._wait_s):
-            return self._someone_comes()
+        self._tell(version, up_to_date=False)
+        names = [engine.name for engine in self._engines]
+        limit_s, began = self._wait_s if self._desert_s is None else self._desert_s, self._clock()
+        with waiting("any of them to come back" if names else "an engine to join", *names, limit_s=limit_s):
+            is_needed = self._someone_comes(limit_s)
+        if self._desert_s is not None and self._since is not None:
+            self._since += max(0.0, self._clock() - began - LOOK_S)  # the queue's time is no engine's failure
+        return is_needed
 
-    def _someone_comes(self) -> bool:
-        deadline = self._clock() + self._wait_s
+    def _someone_comes(self, limit_s: float) -> bool:
+        deadline = self._clock() + limit_s
         members = self._transport.membership
         while not members.members:
             if self._stopping():
                 return False
             if self._clock() > deadline:
-                fates = "; ".join(f"{name}: {why}" for name, why in sorted(members.lost.items()))
-                raise WaitTimeout(
-                    f"waited {self._wait_s:g} s for an engine to take new weights, and none came back: {fates}"
-                )
+                raise self._nobody_came(limit_s)
             self._sleep(LOOK_S)
-            self._admit(self._find(self._replaced() + [e for e in self._engines if e.name in members.lost]))
+            self._admit(self._find(self._come() + [e for e in self._engines if self._may_return(e)]))
         return True
+
+    def _nobody_came(self, waited_s: float) -> WaitTimeout:
+        lost = self._transport.membership.lost
+        fates = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())) or "none has ever joined"
+        return WaitTimeout(f"waited {waited_s:g} s for an engine to take new weights, and none came back: {fates}")
 
     def _admit(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
             self._transport.membership.admit(engine)
 
-    def _replaced(self) -> list[Engine]:
-        """Engines whose process is another one now; what its predecessor had been told is void."""
-        replaced = [engine for engine in self._engines if engine.moved() is not None]
+    def _come(self) -> list[Engine]:
+        """Engines that have joined or whose process is another one now; what its predecessor had been told is void.
+        Those that have left take no part any more."""
+        membership = self._transport.membership
+        joined, self._away = self._look()
+        for engine in self._engines:
+            if engine.name in self._away and engine.name not in membership.lost:
+                membership.dismiss(engine.name, "it has left")
+        replaced = [e for e in self._engines if e.name not in self._away and e.moved() is not None]
         for engine in replaced:
-            self._transport.membership.dismiss(engine.name, "its process was replaced")
-        return replaced
+            membership.dismiss(engine.name, "its process was replaced")
+        self._engines += joined
+        self._new |= {engine.name for engine in joined}
+        return [*replaced, *joined]
+
+    def _may_return(self, engine: Engine) -> bool:
+        return engine.name in self._transport.membership.lost and engine.name not in self._away
 
     def _due(self) -> list[Engine]:
-        lost, now = self._transport.membership.lost, self._clock()
-        return [e for e in self._engines if e.name in lost and self._next_try.get(e.name, 0.0) <= now]
+        now = self._clock()
+        return [e for e in self._engines if self._may_return(e) and self._next_try.get(e.name, 0.0) <= now]
 
     def _find(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those of ``engines`` that can be reached."""
@@ -224,9 +284,11 @@ class Fleet:
             self._record("engine", {"engine": name, "event": "lost", "version": version, "reason": lost[name]})
             self._postpone(name)
         self._out |= lost.keys()
-        for name in sorted(self._out - lost.keys()) if up_to_date else ():
-            self._record("engine", {"engine": name, "event": "back", "version": version, "reason": ""})
-            self._out.remove(name)
+        for name in sorted((self._out | self._new) - lost.keys()) if up_to_date else ():
+            event = "joined" if name in self._new else "back"
+            self._record("engine", {"engine": name, "event": event, "version": version, "reason": ""})
+            self._out.discard(name)
+            self._new.discard(name)
             self._pauses.pop(name, None)
 
 
@@ -242,6 +304,9 @@ class NoEngines:
 
     def behind(self) -> bool:
         return False
+
+    def deserted_s(self) -> float:
+        return 0.0
 
     def catch_up(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         raise AssertionError("nobody is behind")

@@ -18,15 +18,15 @@ from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import ring_capacity
+from areal_hpc.config.derived import awaits_satellites, ring_capacity, takes_satellites
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import dotted, make_clients
-from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run
+from areal_hpc.roles.wiring.engines import Roster, dotted
+from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
 from areal_hpc.waits import waiting
@@ -145,13 +145,16 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         parent=None if parent is None else parent.version,
     )
     journal = Journal(process.run, process.epoch)
-    clients = make_clients(process)
+    roster = Roster(process)
+    clients = roster.first()
     transport = make_transport(process, clients)
     fleet = Fleet(
         clients,
         transport,
         run=run,
+        look=roster.look if takes_satellites(config) else nobody_comes_or_goes,
         wait_s=config.limits.start_s,
+        desert_s=config.limits.join_s if awaits_satellites(config) else None,
         min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,

@@ -1,0 +1,80 @@
+"""A run without an engine of its own, served by whoever joins: told to leave, killed, and staying to the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from forked import ForkedCommand
+from launched import Launched, command, environment, launched, until
+from test_live_roles import check_exactly_once, engine_events
+
+from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
+from areal_hpc.roles import seats
+
+
+class Satellite:
+    """``areal-hpc join`` and what it has started."""
+
+    def __init__(self, started: Launched, number: int, engines: int) -> None:
+        self.output = started.run.root.with_name(f"satellite-{number}.txt")
+        words = ["join", str(started.run.root), "--engines", str(engines), "--wait", "100"]
+        self.process = ForkedCommand(words, self.output, environment())
+        self.seen: list[psutil.Process] = []
+
+    def look(self) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            self.seen = psutil.Process(self.process.pid).children(recursive=True)
+        return bool(self.seen)
+
+    def end(self) -> None:
+        self.look()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in self.seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextmanager
+def satellite(started: Launched, number: int, engines: int = 1) -> Iterator[Satellite]:
+    made = Satellite(started, number, engines)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def num_joined(started: Launched) -> int:
+    return len(engine_events(started, "joined")) + len(engine_events(started, "back"))
+
+
+def test_engines_join_and_leave_a_run_that_has_none(tmp_path: Path, model: Path) -> None:
+    words = ("generation.replicas=0", "trainer.total_steps=16", "rollout.reward=tiny_task:paced", "limits.stop_s=10")
+    with launched(tmp_path, model, *words) as started:
+        until("the configuration", started.run.config.exists)
+        attempt = started.run.attempt(1)
+        with satellite(started, 0) as leaves:
+            started.wait_for_step(2)
+            assert seats.present(attempt).keys() == {0}
+            status = command("status", started.run.root).stdout
+            assert "satellites   joined: generator-0 (" in status
+            leaves.process.send_signal(signal.SIGTERM)
+            assert leaves.process.wait(60) == EXIT_STOPPED, leaves.output.read_text()
+        assert seats.vacant(attempt) == {"generator-0"}
+        with satellite(started, 1, engines=2) as killed:
+            until("an engine again", lambda: num_joined(started) >= 2)
+            killed.look()
+            killed.process.kill()
+            until("their end", lambda: not seats.newest(attempt))  # they see that nobody is there who started them
+        with satellite(started, 2) as stays:
+            assert started.wait() == EXIT_DONE, started.text
+            assert stays.process.wait(60) == EXIT_DONE, stays.output.read_text()
+        assert len(started.run.all_attempts()) == 1
+        check_exactly_once(started.run)
+        assert num_joined(started) >= 3
+        assert {path.name for path in attempt.logs.glob("generator-*")} == {"generator-0.log", "generator-1.log"}

@@ -1,0 +1,178 @@
+"""A run whose only engines are satellites: real jobs that join it, are ended in every way there is, and come again."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import SlurmCluster, wait_for
+from launched import REPOSITORY, arguments
+from runs import OVER, areal, status, submit, typed
+
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.report import prove_run
+from areal_hpc.roles import seats
+from areal_hpc.telemetry import RecordReader
+
+STEPS = 60
+ROUNDS = 10
+SATELLITES = 2
+LIMIT_S = 600.0
+WORDS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.optimizer.lr=1e-4",
+    "rollout.reward=tiny_task:held",
+    "rollout.reward_timeout_s=600",
+    "rollout.group_size=4",
+    "cluster.all.cpus=2",
+    "limits.stop_s=20",
+    "limits.engine_s=25",
+    "cluster.trainer.time='60'",
+)
+"""So low a learning rate that two runs have the same rewards, but for chance."""
+QUICK = "rollout.reward=tiny_task:spread"
+"""The same rewards at once."""
+
+
+class World:
+    """The run, and the satellites of the moment."""
+
+    def __init__(self, slurm: SlurmCluster, home: Path, model: Path) -> None:
+        words = [*arguments(home, model), *WORDS, "generation.replicas=0", "cluster.shape=satellites"]
+        options = [f"cluster.satellites={SATELLITES}", "cluster.generation.partition=preempt"]
+        self.slurm, self.home, self.hold = slurm, home, home / "hold"
+        self.hold.touch()  # so that no step is made while satellites start
+        self.job, self.run, self.log = submit(slurm, home, *words, *options)
+        self.array = read_json(self.run.slurm / "submission-0001.json")["satellites"]
+        slurm.wait_for_state(self.job, "RUNNING")
+        self.trainer_node = slurm.job(self.job)[0]["NodeList"]
+
+    def told(self, kind: str) -> list[dict[str, object]]:
+        records = RecordReader(self.run.attempt(1).telemetry, ["trainer"]).poll()
+        return [dict(record.values) for record in records if record.kind == kind]
+
+    def num_joined(self) -> int:
+        """How many engines have come up so far: each one's incarnations are counted up."""
+        last: dict[str, int] = {}
+        for name in (
+            os.listdir(self.run.attempt(1).root / "seats") if (self.run.attempt(1).root / "seats").is_dir() else []
+        ):
+            if name.endswith(".up"):
+                index, incarnation, _ = name.split(".")
+                last[index] = max(int(incarnation) + 1, last.get(index, 0))
+        return sum(last.values())
+
+    def step(self) -> int:
+        return max((int(str(record["step"])) for record in self.told("step")), default=0)
+
+    def join(self) -> None:
+        """Another array, of the script as it is."""
+        options = [f"--array=1-{SATELLITES}", "-p", "preempt", "-c1", f"--exclude={self.trainer_node}"]
+        script = REPOSITORY / "sbatch/satellites.sbatch"
+        self.array, _ = typed(self.slurm, self.home, script, options, str(self.run.root))
+
+    def let_train(self, step: int) -> None:
+        self.hold.unlink()
+        wait_for(f"step {step}", lambda: self.step() >= step, LIMIT_S, 0.05)
+
+    def holders(self) -> list[tuple[str, int]]:
+        """Host and pid of each process that has brought engines."""
+        told = (seat.holder() for seat in seats.present(self.run.attempt(1)).values())
+        return [(str(holder["host"]), int(holder["pid"])) for holder in told]
+
+    def wait_until_nobody_is_there(self) -> None:
+        wait_for("all seats to be left", lambda: not seats.newest(self.run.attempt(1)), LIMIT_S, 0.2)
+
+
+def cancel(world: World) -> None:
+    world.slurm.call("scancel", world.array)
+
+
+def kill(world: World) -> None:
+    """SIGKILL to what has brought the engines, which see that and leave; Slurm takes the job for failed."""
+    for host, pid in world.holders():
+        world.slurm.call("kill", "-KILL", str(pid), where=host)
+
+
+def pre_empt(world: World) -> None:
+    """Without grace. What was pre-empted comes again by itself, unless somebody cancels it."""
+    options = [f"--exclude={world.trainer_node}", "-N2", "--exclusive", "-o", "/dev/null"]
+    rival = world.slurm.call("sbatch", "-p", "gpu", *options, "--wrap", "sleep 1").split()[-1]
+    world.slurm.wait_for_state(rival, "COMPLETED")
+    world.slurm.call("scancel", world.array)
+
+
+def warn(world: World) -> None:
+    """As at a time limit: the engines leave, and their job is requeued by its own script."""
+    for task in range(1, SATELLITES + 1):
+        world.slurm.call("scancel", "--signal=TERM", f"{world.array}_{task}")
+    for task in range(1, SATELLITES + 1):
+        world.slurm.wait_for_state(f"{world.array}_{task}", "PENDING")
+    world.slurm.call("scancel", world.array)
+
+
+WAYS: tuple[Callable[[World], None], ...] = (cancel, pre_empt, kill, warn)
+
+
+def rewards(run: RunDir) -> np.ndarray:
+    records = RecordReader(run.attempt(1).telemetry, ["trainer"]).poll()
+    return np.array([record.values["reward_mean"] for record in records if record.kind == "step"], dtype=np.float64)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)  # three minutes where the machine has nothing else to do
+def test_satellites_join_and_leave_twenty_times_and_the_run_is_what_it_would_have_been(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    world = World(slurm, home, model)
+    for number in range(ROUNDS):
+        if number:
+            world.join()
+        joined = (number + 1) * SATELLITES
+        wait_for(f"{joined} to have joined", lambda: world.num_joined() >= joined, LIMIT_S, 0.2)  # noqa: B023
+        if number == 0:
+            shown = status(slurm, world.run)["satellites"]
+            assert shown.startswith("joined: generator-0 (n")
+            assert f"job {world.array}_" in shown
+            assert shown.endswith(f"array {world.array}: {SATELLITES} RUNNING")
+        world.let_train((number + 1) * STEPS // ROUNDS - 2)
+        if number < ROUNDS - 1:
+            WAYS[number % len(WAYS)](world)  # in the middle of what they generate
+            world.hold.touch()
+            world.wait_until_nobody_is_there()
+    text = world.log.read_text(encoding="utf-8")
+    assert slurm.wait_for_state(world.job, *OVER) == "COMPLETED", text
+    assert len(world.run.all_attempts()) == 1, "the trainer was never restarted"
+    proof = prove_run(world.run)
+    assert proof.proven, proof.facts()
+    assert read_json(world.run.summary)["last_step"] == STEPS
+    for task in range(1, SATELLITES + 1):  # the run is over, and so are those who served it
+        assert slurm.wait_for_state(f"{world.array}_{task}", *OVER) == "COMPLETED"
+    assert len(list(world.run.attempt(1).logs.glob("generator-*.log"))) <= 2 * SATELLITES, "seats are used again"
+
+    _, still, _ = submit(slurm, home, *arguments(home, model), *WORDS, "name=still", "cluster.shape=het", QUICK)
+    wait_for("the run without satellites", still.summary.exists, LIMIT_S, 0.5)
+    one, other = rewards(world.run), rewards(still)
+    assert one.size == other.size == STEPS
+    by_chance = math.sqrt(one.var(ddof=1) / STEPS + other.var(ddof=1) / STEPS)
+    assert abs(one.mean() - other.mean()) < 4 * by_chance, (one.mean(), other.mean(), by_chance)
+
+
+def test_satellites_of_a_run_that_is_stopped_leave_the_queue_with_it(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    words = [*arguments(home, model), *WORDS, "generation.replicas=0", "cluster.shape=satellites"]
+    planned = areal(slurm, home, "plan", *words, "cluster.satellites=3")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert "satellites   3 jobs that come and go, each: nodes=1, cpus=2\n" in planned.stdout
+    assert planned.stdout.count(" to start at ") == 2, planned.stdout
+    job, run, _ = submit(slurm, home, *words, "cluster.trainer.raw=[--begin=now+1hour]")
+    array = read_json(run.slurm / "submission-0001.json")["satellites"]
+    assert status(slurm, run)["satellites"] == f"array {array}: 1 PENDING"
+    said = areal(slurm, home, "stop", run.root).stdout
+    assert said == f"{run.root}: job {job} was waiting in the queue and is cancelled\n"
+    slurm.wait_for_state(f"{array}_1", "CANCELLED")

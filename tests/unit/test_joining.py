@@ -1,0 +1,304 @@
+"""``areal-hpc join``: which run may be joined, by whom, from where, with how many engines, and for how long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc import telemetry
+from areal_hpc.buffer.epochs import claim_epoch
+from areal_hpc.cli import main
+from areal_hpc.cluster.environment import job_of
+from areal_hpc.cluster.local import Ended, LocalLauncher
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.config.describe import dump
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
+from areal_hpc.roles import joining, seats
+from areal_hpc.roles.joining import Standing, device_blocks, join_run, require_joinable, standing_of
+from areal_hpc.roles.stopping import RESTARTING, RUNNING
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+ELSEWHERE = {"host": "n7", "pid": 1, "boot": "b", "start_ticks": 1}
+GONE = {**Owner.this_process().record(), "start_ticks": 1}
+
+
+def config_of(*words: str) -> Config:
+    return resolve(load([QUICKSTART], list(words)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir.create(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    words = (f"model.path={tmp_path}/model", "generation.replicas=1", "limits.stop_s=3", "limits.rejoin_s=0.2")
+    publish(made.config, dump(config_of(*words)).encode())
+    create_exclusive(made.token, b"secret")
+    return made
+
+
+def begin(run: RunDir, state: str = RUNNING, owner: dict[str, Any] | None = None) -> AttemptDir:
+    """The next attempt, with a trainer that is up."""
+    holder = Owner.this_process().record() if owner is None else owner
+    attempt = run.attempt(claim_epoch(run, holder)).create()
+    publish_json(attempt.endpoint("trainer", 0), {"host": "127.0.0.1", "pid": os.getpid()})
+    publish_json(attempt.state, {"state": state, **holder})
+    return attempt
+
+
+def end(attempt: AttemptDir, state: str) -> None:
+    publish_json(attempt.state, {"state": state, **Owner.this_process().record()})
+
+
+def test_an_attempt_is_joined_when_its_trainer_is_up(run: RunDir) -> None:
+    assert standing_of(run, 0) is None
+    attempt = begin(run)
+    assert standing_of(run, 0) == Standing(state="running", attempt=attempt)
+    assert standing_of(run, 1) is None, "it is of the past"
+    attempt.endpoint("trainer", 0).unlink()
+    assert standing_of(run, 0) is None
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "aborted"])
+def test_a_run_that_has_ended_is_served_no_more(run: RunDir, state: str) -> None:
+    begin(run, state)
+    assert standing_of(run, 0) == Standing(state=state)
+    assert standing_of(run, 1) is None, "what was before the submission does not count"
+
+
+def test_between_two_attempts_the_next_one_is_waited_for_but_not_after_a_persons_stop(run: RunDir) -> None:
+    attempt = begin(run, RESTARTING)
+    assert standing_of(run, 0) is None
+    end(attempt, "stopped")  # its job was pre-empted
+    assert standing_of(run, 0) is None
+    publish(attempt.stop_request, b"{}")
+    assert standing_of(run, 0) == Standing(state="stopped")
+
+
+def test_an_attempt_without_its_launcher_or_with_a_successor_is_not_joined(run: RunDir) -> None:
+    attempt = begin(run, owner=GONE)
+    assert standing_of(run, 0) is None
+    publish_json(attempt.state, {"state": RUNNING, **ELSEWHERE})  # of another host nobody here can know
+    assert standing_of(run, 0) is not None
+    claim_epoch(run, ELSEWHERE)
+    assert standing_of(run, 0) is None
+
+
+def test_who_may_join(run: RunDir) -> None:
+    config = load([run.config], [])
+    require_joinable(run, config)
+    with pytest.raises(DataError, match=rf"there is no directory /nowhere on {socket.gethostname()}; copy it there"):
+        require_joinable(run, load([run.config], ["model.path=/nowhere"]))
+    for words in (
+        ["deterministic=true"],
+        ["replay.run=other"],
+        ["evaluation.checkpoint=other"],
+        ["algorithm.name=sft"],
+    ):
+        with pytest.raises(ConfigError, match="takes no engines that join"):
+            require_joinable(run, load([run.config], words))
+    run.token.chmod(0o640)
+    with pytest.raises(RunDirError, match="must be yours alone; run `chmod 600 "):
+        require_joinable(run, config)
+
+
+@pytest.mark.parametrize(
+    ("words", "engines", "environment", "blocks"),
+    [
+        ((), None, {}, [()]),
+        ((), 3, {}, [(), (), ()]),
+        ((), None, {"CUDA_VISIBLE_DEVICES": "4,6"}, [(0,), (1,)]),
+        ((), None, {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, [(0,), (1,), (2,)]),
+        ((), 1, {"CUDA_VISIBLE_DEVICES": "4,6"}, [(0,)]),
+        (("layout=sglang:d1t2+fsdp:d1",), None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, [(0, 1), (2, 3)]),
+        (("cluster.generation.gpus=4", "cluster.shape=satellites"), None, {}, [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_a_machine_has_as_many_engines_as_its_devices_are_for(
+    words: tuple[str, ...], engines: int | None, environment: dict[str, str], blocks: list[tuple[int, ...]]
+) -> None:
+    assert device_blocks(config_of(*words), engines, environment) == blocks
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [(0, "--engines 0: each needs 2"), (2, "--engines 2: each needs 2 of the 3 devices here"), (-1, "--engines -1")],
+)
+def test_engines_that_do_not_fit_are_refused(engines: int, message: str) -> None:
+    config = config_of("layout=sglang:d1t2+fsdp:d1")
+    with pytest.raises(ConfigError, match=message):
+        device_blocks(config, engines, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    with pytest.raises(ConfigError, match="an engine needs 2 GPUs of one node, and a satellite has 1"):
+        device_blocks(config, None, {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_a_job_is_named_as_squeue_lists_it() -> None:
+    array = {"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert [job_of(one) for one in ({}, {"SLURM_JOB_ID": "15"}, array)] == ["", "15", "12_3"]
+
+
+class Engines:
+    """Stands in for the processes of engines: they run until a test, or a stop, ends them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[str, int, dict[str, str]]] = []
+        self.ending: list[Ended] = []
+        self.on_start = lambda: None
+        monkeypatch.setattr(LocalLauncher, "start", lambda launcher, *what: self._start(launcher, *what))  # noqa: PLW0108  a method
+        monkeypatch.setattr(LocalLauncher, "died", lambda launcher: self._died(launcher))  # noqa: PLW0108
+        monkeypatch.setattr(LocalLauncher, "stop", self._stop)
+        monkeypatch.setattr(joining, "LOOK_S", 0.01)
+
+    def _start(self, launcher: LocalLauncher, role: str, index: int, variables: dict[str, str]) -> None:
+        launcher.running[role, index] = None  # type: ignore[assignment]
+        self.started.append((f"{role}-{index}", launcher.num_starts[role, index], variables))
+        launcher.attempt.log(role, index).touch()
+        self.on_start()
+
+    def _died(self, launcher: LocalLauncher) -> list[Ended]:
+        ended, self.ending = self.ending, []
+        for one in ended:
+            del launcher.running[one.role, one.index]
+        return ended
+
+    @staticmethod
+    def _stop(launcher: LocalLauncher, timeout_s: float, at_once: Any) -> list[Ended]:
+        ended = [Ended(*key, EXIT_STOPPED) for key in launcher.running]
+        launcher.running.clear()
+        return ended
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return Engines(monkeypatch)
+
+
+def join(run: RunDir, **options: Any) -> int:
+    values: dict[str, Any] = {"num_engines": None, "after": 0, "wait_s": None, "environment": {}}
+    return join_run(run.root, **{**values, **options})
+
+
+def test_a_run_is_served_to_its_end(run: RunDir, engines: Engines) -> None:
+    attempt = begin(run)
+    engines.on_start = lambda: end(attempt, "finished") if len(engines.started) == 2 else None
+    assert join(run, num_engines=2) == EXIT_DONE
+    assert engines.started == [("generator-1", 0, {}), ("generator-2", 0, {})]
+    assert seats.newest(attempt) == {}
+    assert seats.vacant(attempt) == {"generator-1", "generator-2"}
+
+
+def test_each_engine_is_bound_to_devices_of_its_own(
+    run: RunDir, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    attempt = begin(run)
+    engines.on_start = lambda: end(attempt, "finished") if len(engines.started) == 2 else None
+    assert join(run, environment=os.environ) == EXIT_DONE
+    assert [variables["CUDA_VISIBLE_DEVICES"] for _, _, variables in engines.started] == ["4", "6"]
+
+
+def test_when_it_is_told_to_leave_it_leaves_its_seats(run: RunDir, engines: Engines) -> None:
+    attempt = begin(run)
+    engines.on_start = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_STOPPED
+    assert seats.vacant(attempt) == {"generator-1"}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_next_attempt_is_served_too(run: RunDir, engines: Engines) -> None:
+    first = begin(run)
+
+    def on_start() -> None:
+        if len(engines.started) == 1:
+            end(first, "stopped")
+            begin(run)
+        else:
+            end(run.attempt(2), "finished")
+
+    engines.on_start = on_start
+    assert join(run) == EXIT_DONE
+    assert [name for name, _, _ in engines.started] == ["generator-1", "generator-1"]
+    assert seats.vacant(run.attempt(2)) == {"generator-1"}
+
+
+def test_an_engine_that_dies_is_replaced_on_its_seat_and_its_device_is_free(run: RunDir, engines: Engines) -> None:
+    attempt = begin(run)
+
+    def on_start() -> None:
+        if len(engines.started) == 1:
+            engines.ending.append(Ended("generator", 1, -signal.SIGKILL))
+        else:
+            end(attempt, "finished")
+
+    engines.on_start = on_start
+    assert join(run) == EXIT_DONE
+    assert [(name, incarnation) for name, incarnation, _ in engines.started] == [("generator-1", 0), ("generator-1", 1)]
+
+
+def test_one_that_dies_again_and_again_is_not(run: RunDir, engines: Engines) -> None:
+    publish(run.config, dump(load([run.config], ["limits.restarts=0"])).encode())
+    attempt = begin(run)
+    engines.on_start = lambda: engines.ending.append(Ended("generator", 1, EXIT_FAILED))
+    with pytest.raises(RoleDied, match="generator-1 ended with exit code 1"):
+        join(run)
+    assert seats.vacant(attempt) == {"generator-1"}
+
+
+def test_a_trainer_that_is_silent_for_too_long_is_not_served_again(run: RunDir, engines: Engines) -> None:
+    publish(run.config, dump(load([run.config], ["limits.stall_s=1"])).encode())
+    begin(run, owner=ELSEWHERE)
+    publish_json(run.attempt(1).endpoint("trainer", 0), {"host": "127.0.0.1"})
+    publish_json(run.attempt(1).state, {"state": RUNNING, **{**ELSEWHERE, "host": socket.gethostname() + "x"}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining._Visit, "_address", lambda _: "127.0.0.1")
+        with pytest.raises(
+            WaitTimeout, match=r"waited 0\.2 s for an attempt of .*run to work, which did not come; start"
+        ):
+            join(run)
+    assert len(engines.started) == 1
+
+
+def test_the_wait_for_a_run_is_named_and_has_a_limit_and_a_signal_ends_it(run: RunDir, engines: Engines) -> None:
+    with pytest.raises(WaitTimeout, match=r"waited 0\.1 s for an attempt of .*--wait or limits\.rejoin_s"):
+        join(run, wait_s=0.1)
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert join(run, wait_s=60) == EXIT_STOPPED
+    assert engines.started == []
+
+
+def test_an_old_attempts_end_is_not_that_of_a_run_submitted_anew(run: RunDir, engines: Engines) -> None:
+    begin(run, "finished")
+    with pytest.raises(WaitTimeout):
+        join(run, after=1)
+    assert join(run, after=0) == EXIT_DONE
+
+
+def test_a_run_of_one_machine_is_joined_on_it(run: RunDir, engines: Engines) -> None:
+    begin(run, owner=ELSEWHERE)
+    with pytest.raises(RunDirError, match=r"runs on n7 alone \(cluster\.shape=local\)"):
+        join(run)
+    assert engines.started == []
+
+
+def test_the_command_hands_on_what_it_is_given_and_says_what_is_wrong(
+    run: RunDir, engines: Engines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(telemetry, "setup_logging", lambda *_: None)
+    assert main(["join", str(run.root / "nowhere")]) == EXIT_USER_ERROR
+    assert "is not a run directory" in capsys.readouterr().err
+    attempt = begin(run)
+    assert main(["join", str(run.root), "--after", "1", "--wait", "0.1"]) == EXIT_FAILED
+    assert "waited 0.1 s for an attempt of" in capsys.readouterr().err
+    engines.on_start = lambda: end(attempt, "finished") if len(engines.started) == 3 else None
+    assert main(["join", str(run.root), "--engines", "3"]) == EXIT_DONE

@@ -1,0 +1,159 @@
+"""The batch script of satellites: a golden file, how they come again, and what submit and plan say of them."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_hetjob import PRELUDE
+
+from areal_hpc.cluster.components import components_of, satellite_of, seats
+from areal_hpc.cluster.hetjob import job_of
+from areal_hpc.cluster.plan import plan_lines
+from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
+from areal_hpc.config.derived import signal_lead_s
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
+from areal_hpc.roles.supervisor import roles_of
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def config_of(*words: str) -> Config:
+    return resolve(load([REPOSITORY / "configs/quickstart.yaml"], ["cluster.shape=satellites", *words]))
+
+
+def script(*words: str, command: str = "true") -> str:
+    return render_satellite(satellite_job(config_of(*words), log="%A_%a.log"), command)
+
+
+def options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_script_that_people_type_is_what_is_rendered() -> None:
+    """To renew it after a change that is meant: paste what the assertion shows."""
+    config = config_of("cluster.job_name=areal-hpc")
+    job = replace(satellite_job(config, log="areal-hpc-%A_%a.log"), setup=(PRELUDE,))
+    golden = (REPOSITORY / "sbatch/satellites.sbatch").read_text(encoding="utf-8")
+    assert render_satellite(job, join_command(config, "python", '"$@"')) == golden
+
+
+@pytest.mark.parametrize("words", [(), ("cluster.requeue=false",), ("cluster.setup=['module load cuda']",)])
+def test_the_script_is_one_that_bash_understands(words: tuple[str, ...]) -> None:
+    command = join_command(config_of(*words), "python", '"$@"')
+    text = script(*words, command=command)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_a_satellite_asks_for_what_the_engines_do_and_the_runs_job_for_the_rest() -> None:
+    words = ("cluster.generation.gres=gpu:2", "cluster.generation.partition=spare", "cluster.trainer.partition=main")
+    asked = options(script(*words, "cluster.generation.time='30'", "limits.stop_s=15.5"))
+    assert {"--gres=gpu:2", "--partition=spare", "--time=30", "--signal=TERM@26", "--requeue", "--nodes=1"} <= set(
+        asked
+    )
+    assert asked[0] == "--job-name=quickstart-satellite"
+    (component,) = job_of(config_of(*words), log="%j.log").components
+    assert (component.partition, component.gres) == ("main", "")
+
+
+def test_the_time_limit_of_satellites_is_not_the_runs() -> None:
+    assert signal_lead_s(config_of("cluster.generation.time='8'", "cluster.trainer.time=1-00")) == 300
+    with pytest.raises(
+        ConfigError, match=r"cluster\.generation\.time: a warning 70 s before the end .* nothing of 60 s"
+    ):
+        config_of("cluster.generation.time='1'", "limits.stop_s=60")
+
+
+def test_the_run_may_have_engines_of_its_own_and_a_component_of_workers() -> None:
+    names = {one.name: one.roles for one in components_of(config_of("cluster.rollout.nodes=1"))}
+    assert names == {"trainer": ("trainer", "evaluator", "generator"), "rollout": ("rollout",)}
+    config = config_of("generation.replicas=2", "cluster.all.gpus=4")
+    placed = seats(config, {"trainer": ["n1"]}, roles_of(config))
+    assert [placed["generator", index].devices for index in range(2)] == [(1,), (2,)]
+    with pytest.raises(ConfigError, match=r"5 GPUs are needed on n1, .*lower trainer\.ranks or generation\.replicas"):
+        seats(
+            config_of("generation.replicas=4", "cluster.all.gpus=4"),
+            {"trainer": ["n1"]},
+            {"trainer": 1, "generator": 4},
+        )
+    assert satellite_of(config).gpus == 4
+
+
+def test_none_starts_before_the_trainers_job_and_none_waits_for_one_that_never_starts() -> None:
+    said = array_options(config_of("cluster.satellites=3"), "12")
+    assert list(said) == ["--array=1-3", "--dependency=after:12", "--kill-on-invalid-dep=yes"]
+
+
+def test_a_plan_shows_both(tmp_path: Path) -> None:
+    config = config_of("cluster.satellites=3", "cluster.generation.gres=gpu:4", "generation.replicas=0")
+    lines = list(plan_lines(config, roles_of(config)))
+    assert lines[0] == "shape        satellites: 1 nodes in 1 components"
+    assert "satellites   3 jobs that come and go, each: nodes=1, gres=gpu:4" in lines
+    assert "  every node           4 engines on 1 GPUs each" in lines
+    with pytest.raises(ConfigError, match="an engine needs 8 GPUs of one node, and a satellite has 4; ask for more"):
+        list(plan_lines(config_of("cluster.generation.gres=gpu:4", "layout=sglang:d1t8+fsdp:d1"), {"trainer": 1}))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("generation.replicas=0", "cluster.shape=het"),
+            "generation.replicas: 0 leaves generation to satellites, which",
+        ),
+        (("generation.replicas=0", "cluster.shape=local", "deterministic=true"), "0 leaves generation to satellites"),
+        (("generation.replicas=-1",), r"-1 is not in \[0, inf\)"),
+        (("cluster.satellites=0",), r"0 is not in \[1, inf\)"),
+        (("cluster.generation.raw=[--array=0-3]",), "--array makes many jobs of one run"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*words)
+
+
+def ending(tmp_path: Path, *words: str, code: int = 75, signals: str = "", **environment: str) -> tuple[int, list[str]]:
+    """Run a script whose engines leave with ``code``, and the Slurm commands of which are stand-ins; its exit code and
+    what was called."""
+    for name in ("scontrol", "sbatch", "sleep"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        nap = "/bin/sleep 0.2" if name == "sleep" else ""
+        path.write_text(f'#!/bin/bash\n[ $1 = 1 ] || echo "$(basename "$0") $*" >>{tmp_path}/calls\n{nap}\n')
+        path.chmod(0o755)
+    body = f"""bash -c 'trap : TERM; for one in {signals}; do kill -$one $PPID; done; /bin/sleep 0.2; exit {code}'"""
+    path = tmp_path / "script"
+    path.write_text(script(*words, command=body))
+    variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "12", **environment}
+    done = subprocess.run(["bash", path, "RUN"], env=variables, capture_output=True, check=False, timeout=30)
+    calls = tmp_path / "calls"
+    return done.returncode, calls.read_text().splitlines() if calls.exists() else []
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+def test_at_its_time_limit_a_satellite_comes_again_and_no_other_with_it(tmp_path: Path) -> None:
+    """The last task of an array has the array's own number: to requeue that would take all of its tasks back."""
+    assert ending(tmp_path, **ARRAY) == (75, ["scontrol requeue 12_3", "sleep 60"])
+
+
+def test_a_single_one_comes_again_by_its_own_number(tmp_path: Path) -> None:
+    assert ending(tmp_path) == (75, ["scontrol requeue 12", "sleep 60"])
+
+
+def test_where_a_site_does_not_requeue_a_new_one_comes(tmp_path: Path) -> None:
+    again = f"sbatch --parsable --array=3 {tmp_path}/script RUN"
+    assert ending(tmp_path, "cluster.requeue=false", **ARRAY) == (0, [again])
+
+
+@pytest.mark.parametrize(("code", "signals"), [(75, "TERM"), (0, ""), (1, "")])
+def test_what_slurm_ends_and_what_has_nothing_more_to_do_does_not_come_again(
+    tmp_path: Path, code: int, signals: str
+) -> None:
+    assert ending(tmp_path, code=code, signals=signals) == (code, [])
