@@ -263,7 +263,7 @@ def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_p
 def test_what_generates_nothing_has_one_component_and_no_node_for_engines(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
-    rows = [{"prompt": f"{number}?", "answer": "thank you"} for number in range(16)]
+    rows = [{"prompt": f"{number}?", "response": "thank you"} for number in range(16)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = {
         "name": "run",
