@@ -191,23 +191,46 @@ def litellm(python: str, engine_url: str, scratch: Path) -> Iterator[str]:
     parameters = {"model": "openai/policy", "api_base": f"{engine_url}/v1", "api_key": "none"}
     config = scratch / "litellm.json"  # JSON is YAML
     config.write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": parameters}]}))
+    log = scratch / "litellm.log"
     process = subprocess.Popen(
         [python, "-c", LITELLM],
         env={**os.environ, "CONFIG_FILE_PATH": str(config), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log.open("wb"),
         text=True,
     )
     try:
         assert process.stdout is not None
-        port = next(line.split()[1] for line in process.stdout if line.startswith("port "))
-        yield f"http://127.0.0.1:{port}"
+        port = next((line.split()[1] for line in process.stdout if line.startswith("port ")), "")
+        if not port:
+            last = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise RuntimeError(f"LiteLLM's proxy did not start: {last}")
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(alive(f"{url}/health/liveliness"))
+        yield url
     finally:
         process.kill()
         process.wait()
 
 
+async def alive(url: str) -> None:
+    """Ask until somebody answers."""
+    async with asyncio.timeout(START_LIMIT_S), aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:  # it listens before it serves
+                await asyncio.sleep(0.2)
+
+
 # -- what is measured
+
+
+def connected() -> aiohttp.ClientSession:
+    """Connections that are not used again when a server may be about to close them: uvicorn does after 5 s."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
 
 
 async def start(http: aiohttp.ClientSession, url: str) -> Way:
@@ -231,7 +254,7 @@ async def ask(http: aiohttp.ClientSession, way: Way, prompt: str) -> float:
 async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each way: median, 95th percentile, and what it adds to the direct one's median."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    async with aiohttp.ClientSession() as http:
+    async with connected() as http:
         for number in range(WARM_UP + rounds):
             for name, url in ways.items():
                 way = await start(http, url) if name == "service" else Way(url, "none")
@@ -252,7 +275,7 @@ async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[s
 async def streams(url: str, number: int) -> dict[str, Any]:
     """So many streamed answers at once: seconds, failures, and how long the first text took."""
     body = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": PROMPTS["short"]}]}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with connected() as http:
         ways = [await start(http, url) for _ in range(number)]
 
         async def one(way: Way) -> tuple[float, str]:
@@ -298,7 +321,7 @@ async def memory(url: str, pid: int, number: int) -> list[tuple[int, float]]:
             assert len((await answer.json())["trajectories"]) == 1
 
     readings = [(0, resident_mib(pid))]
-    async with aiohttp.ClientSession() as http:
+    async with connected() as http:
         for done in range(0, number, BATCH):
             await asyncio.gather(*(whole(http) for _ in range(BATCH)))
             if (done + BATCH) % max(BATCH, number // 20) == 0:
