@@ -38,7 +38,7 @@ from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.proxy.app import Service, serve
-from areal_hpc.proxy.sessions import Session, Sessions
+from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.roles.wiring.agents import make_dialect
 from areal_hpc.types import Sampling
 
@@ -147,7 +147,8 @@ async def service(model: str, engine_url: str) -> AsyncIterator[str]:
 
     def open_session() -> Session:
         sampling = Sampling(max_new_tokens=512)
-        return sessions.open(generator=generator, sampling=sampling, max_tokens=1 << 16, max_turns=1 << 16)
+        limits = Limits(max_turns=1 << 16)
+        return sessions.open(generator=generator, sampling=sampling, max_tokens=1 << 16, limits=limits)
 
     dialect = make_dialect(dialogue, ToolFormatName.AUTO)
     made = Service(sessions=sessions, dialect=dialect, model="policy", open_session=open_session, admin_token=ADMIN)

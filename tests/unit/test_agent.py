@@ -185,16 +185,6 @@ def test_what_an_agent_does_wrong_fails_the_sample_and_says_why(
     assert AgentError in SAMPLE_FAILURES
 
 
-def test_F13_what_an_agent_raised_before_it_asked_anything_is_what_the_sample_failed_of(hermes: ChatRenderer) -> None:
-    class Broken:
-        async def run(self, data: Any, **_: Any) -> float:
-            raise FileNotFoundError("no tool called sort")
-
-    said = failure(hermes, python_agent(Broken))
-    assert "the agent raised FileNotFoundError: no tool called sort" in said
-    assert "asked for no completion" not in said
-
-
 def test_H14_an_agent_that_asks_nothing_is_a_failed_sample(hermes: ChatRenderer) -> None:
     class Silent:
         async def run(self, data: Any, **_: Any) -> float:
