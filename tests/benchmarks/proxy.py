@@ -382,7 +382,9 @@ def main() -> int:
     print("  ".join(f"{key} {value}" for key, value in result["streams"].items()))
     print(
         "memory MiB: "
-        + ", ".join(f"{mib:g} at {sessions:,}" for sessions, mib in result["memory"][:: len(result["memory"]) // 4])
+        + ", ".join(
+            f"{mib:g} at {sessions:,}" for sessions, mib in result["memory"][:: max(1, len(result["memory"]) // 4)]
+        )
     )
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(result, Path(__file__).with_suffix(".png"))
