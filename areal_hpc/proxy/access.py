@@ -27,6 +27,11 @@ def same(given: str, secret: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
 
 
+BACKLOG = 4096
+"""Connections that may wait to be taken, as far as the kernel allows: hundreds of episodes begin at once, and where the
+usual 128 wait, the next ones are dropped and tried again seconds later."""
+
+
 @asynccontextmanager
 async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """An application at its URL, until the context ends; port 0 is one that the kernel chooses.
@@ -38,7 +43,7 @@ async def listening(application: web.Application, host: str, port: int) -> Async
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             raise ConfigError(
                 f"agent.online: cannot listen at host {host}, port {port}: {error}; choose another port, or 0 for any"

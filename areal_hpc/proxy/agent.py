@@ -131,17 +131,21 @@ def _data(prompt: Prompt) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def shared_http_client() -> AsyncIterator[Any]:
+async def shared_http_client(limit_s: float) -> AsyncIterator[Any]:
     """Connections for the OpenAI clients of all episodes; None where the package is not installed.
 
     A client makes its own otherwise, and its TLS settings alone cost tens of milliseconds for each episode.
+
+    Args:
+        limit_s: of each wait within a request, the episode's own. Usually clients give up after 5 s without a
+            connection, which on a busy machine is the time that hundreds of episodes take to start together.
     """
     if find_spec("openai") is None:
         yield None
         return
-    from openai import DefaultAsyncHttpxClient
+    from openai import DefaultAsyncHttpxClient, Timeout
 
-    async with DefaultAsyncHttpxClient(trust_env=False) as client:
+    async with DefaultAsyncHttpxClient(trust_env=False, timeout=Timeout(limit_s)) as client:
         yield client
 
 

@@ -38,7 +38,7 @@ from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.proxy.app import Service, serve
-from areal_hpc.proxy.sessions import Session, Sessions
+from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.roles.wiring.agents import make_dialect
 from areal_hpc.types import Sampling
 
@@ -147,7 +147,8 @@ async def service(model: str, engine_url: str) -> AsyncIterator[str]:
 
     def open_session() -> Session:
         sampling = Sampling(max_new_tokens=512)
-        return sessions.open(generator=generator, sampling=sampling, max_tokens=1 << 16, max_turns=1 << 16)
+        limits = Limits(max_turns=1 << 16)
+        return sessions.open(generator=generator, sampling=sampling, max_tokens=1 << 16, limits=limits)
 
     dialect = make_dialect(dialogue, ToolFormatName.AUTO)
     made = Service(sessions=sessions, dialect=dialect, model="policy", open_session=open_session, admin_token=ADMIN)
@@ -191,23 +192,46 @@ def litellm(python: str, engine_url: str, scratch: Path) -> Iterator[str]:
     parameters = {"model": "openai/policy", "api_base": f"{engine_url}/v1", "api_key": "none"}
     config = scratch / "litellm.json"  # JSON is YAML
     config.write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": parameters}]}))
+    log = scratch / "litellm.log"
     process = subprocess.Popen(
         [python, "-c", LITELLM],
         env={**os.environ, "CONFIG_FILE_PATH": str(config), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log.open("wb"),
         text=True,
     )
     try:
         assert process.stdout is not None
-        port = next(line.split()[1] for line in process.stdout if line.startswith("port "))
-        yield f"http://127.0.0.1:{port}"
+        port = next((line.split()[1] for line in process.stdout if line.startswith("port ")), "")
+        if not port:
+            last = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise RuntimeError(f"LiteLLM's proxy did not start: {last}")
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(alive(f"{url}/health/liveliness"))
+        yield url
     finally:
         process.kill()
         process.wait()
 
 
+async def alive(url: str) -> None:
+    """Ask until somebody answers."""
+    async with asyncio.timeout(START_LIMIT_S), aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:  # it listens before it serves
+                await asyncio.sleep(0.2)
+
+
 # -- what is measured
+
+
+def connected() -> aiohttp.ClientSession:
+    """Connections that are not used again when a server may be about to close them: uvicorn does after 5 s."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
 
 
 async def start(http: aiohttp.ClientSession, url: str) -> Way:
@@ -231,7 +255,7 @@ async def ask(http: aiohttp.ClientSession, way: Way, prompt: str) -> float:
 async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each way: median, 95th percentile, and what it adds to the direct one's median."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    async with aiohttp.ClientSession() as http:
+    async with connected() as http:
         for number in range(WARM_UP + rounds):
             for name, url in ways.items():
                 way = await start(http, url) if name == "service" else Way(url, "none")
@@ -252,7 +276,7 @@ async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[s
 async def streams(url: str, number: int) -> dict[str, Any]:
     """So many streamed answers at once: seconds, failures, and how long the first text took."""
     body = {"model": "policy", "stream": True, "messages": [{"role": "user", "content": PROMPTS["short"]}]}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with connected() as http:
         ways = [await start(http, url) for _ in range(number)]
 
         async def one(way: Way) -> tuple[float, str]:
@@ -298,7 +322,7 @@ async def memory(url: str, pid: int, number: int) -> list[tuple[int, float]]:
             assert len((await answer.json())["trajectories"]) == 1
 
     readings = [(0, resident_mib(pid))]
-    async with aiohttp.ClientSession() as http:
+    async with connected() as http:
         for done in range(0, number, BATCH):
             await asyncio.gather(*(whole(http) for _ in range(BATCH)))
             if (done + BATCH) % max(BATCH, number // 20) == 0:
@@ -358,7 +382,9 @@ def main() -> int:
     print("  ".join(f"{key} {value}" for key, value in result["streams"].items()))
     print(
         "memory MiB: "
-        + ", ".join(f"{mib:g} at {sessions:,}" for sessions, mib in result["memory"][:: len(result["memory"]) // 4])
+        + ", ".join(
+            f"{mib:g} at {sessions:,}" for sessions, mib in result["memory"][:: max(1, len(result["memory"]) // 4)]
+        )
     )
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(result, Path(__file__).with_suffix(".png"))

@@ -42,7 +42,7 @@ def agents() -> dict[str, Any]:
 @pytest.mark.parametrize("case", [case for case in CASES if case.client in AFFORDED], ids=lambda case: case.name)
 def test_what_a_client_samples_is_what_is_trained(case: Case, dialogue: ChatRenderer, agents: dict[str, Any]) -> None:
     async def scenario() -> None:
-        async with shared_http_client() as http_client:
+        async with shared_http_client(LIMIT_S) as http_client:
             agent = python_agent(lambda: agents[case.client].CalculatorAgent(**case.args), http_client)
             one = await exchange(case, dialogue, agent)
         assert list(faults(one, case, dialogue)) == []

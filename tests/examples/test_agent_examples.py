@@ -44,7 +44,7 @@ def test_the_sort_agents_turns_are_one_trajectory_with_its_reward(
         raise AssertionError("the agent gives the reward")
 
     async def scenario() -> None:
-        async with served(dialogue, answers) as service, shared_http_client() as http_client:
+        async with served(dialogue, answers) as service, shared_http_client(60.0) as http_client:
             agent = python_agent(dotted(config.agent.python, "agent.python"), http_client)
             workflow = AgentWorkflow(agent, service.sessions, service.url, AgentConfig(), timeout_s=60.0)
             episode = Episode(
@@ -74,7 +74,7 @@ def test_the_shared_connections_outlive_an_episode(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         dialogue = make_dialogue(tmp_path, "hermes")
-        async with served(dialogue, lambda _: "yes") as service, shared_http_client() as http_client:
+        async with served(dialogue, lambda _: "yes") as service, shared_http_client(60.0) as http_client:
             answers = [await ask(service.url, service.session.key, http_client) for _ in range(3)]
             together = await asyncio.gather(*(ask(service.url, service.session.key, http_client) for _ in range(20)))
             assert answers + together == ["yes"] * 23

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -18,7 +21,15 @@ from areal_hpc.config.schema import AgentConfig, Config, ModelConfig, PromptsCon
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
-from areal_hpc.proxy.agent import Agent, AgentWorkflow, Task, command_agent, environment, python_agent
+from areal_hpc.proxy.agent import (
+    Agent,
+    AgentWorkflow,
+    Task,
+    command_agent,
+    environment,
+    python_agent,
+    shared_http_client,
+)
 from areal_hpc.roles.wiring.agents import make_agent
 from areal_hpc.rollout.episodes import SAMPLE_FAILURES
 from areal_hpc.types import GenerationRequest, Prompt, Sampling, Trajectory
@@ -174,22 +185,37 @@ def test_what_an_agent_does_wrong_fails_the_sample_and_says_why(
     assert AgentError in SAMPLE_FAILURES
 
 
-def test_F13_what_an_agent_raised_before_it_asked_anything_is_what_the_sample_failed_of(hermes: ChatRenderer) -> None:
-    class Broken:
-        async def run(self, data: Any, **_: Any) -> float:
-            raise FileNotFoundError("no tool called sort")
-
-    said = failure(hermes, python_agent(Broken))
-    assert "the agent raised FileNotFoundError: no tool called sort" in said
-    assert "asked for no completion" not in said
-
-
 def test_H14_an_agent_that_asks_nothing_is_a_failed_sample(hermes: ChatRenderer) -> None:
     class Silent:
         async def run(self, data: Any, **_: Any) -> float:
             return 1.0
 
     assert "asked for no completion" in failure(hermes, python_agent(Silent))
+
+
+def test_no_client_gives_up_before_the_episode_does() -> None:
+    import openai
+
+    async def scenario() -> None:
+        async with shared_http_client(77.0) as http_client:
+            timeout = openai.AsyncOpenAI(api_key="k", http_client=http_client).timeout
+            assert isinstance(timeout, openai.Timeout)
+            assert (timeout.connect, timeout.pool, timeout.read, timeout.write) == (77.0,) * 4
+
+    run(scenario())
+
+
+def test_hundreds_of_episodes_may_connect_while_the_service_is_busy(hermes: ChatRenderer) -> None:
+    async def scenario() -> None:
+        async with served(hermes, []) as service:
+            address = urlsplit(service.url)
+            assert address.hostname is not None and address.port is not None
+            with ExitStack() as connections:  # the event loop takes none of them meanwhile
+                for _ in range(600):
+                    one = socket.create_connection((address.hostname, address.port), timeout=10.0)
+                    connections.enter_context(one)
+
+    run(scenario())
 
 
 def test_F13_an_agent_that_fails_before_its_first_question_is_told_of_by_its_own_error(hermes: ChatRenderer) -> None:

@@ -71,10 +71,10 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         discount=config.agent.discount,
         board=make_board(process, renderer, lambda: sessions),
     )
-    async with serve(service) as url, shared_http_client() as http_client:
+    timeout_s, record = config.rollout.timeout_s, process.recorder.record
+    async with serve(service) as url, shared_http_client(timeout_s) as http_client:
         process.publish_endpoint({"agents_url": url})
         agent = make_agent(config, http_client)
-        timeout_s, record = config.rollout.timeout_s, process.recorder.record
         with closing(make_notes(process, renderer, every_s=NOTE_EVERY_S)) as notes:
             yield AgentWorkflow(
                 agent, sessions, url, config.agent, timeout_s=timeout_s, record=record, note=notes.write
