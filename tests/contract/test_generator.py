@@ -18,7 +18,7 @@ import pytest
 import torch
 from embedded_process import MAX_RUNNING, embedded
 from real_sglang import MAX_RUNNING as SGLANG_MAX_RUNNING
-from real_sglang import served
+from real_sglang import MAX_TOKENS, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
 
 from areal_hpc.errors import GenerationError
@@ -30,7 +30,6 @@ from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 PROMPT = (72, 101, 108, 108, 111)
 LONG_PROMPT = tuple(range(40, 90))
 AFTER_A_TURN = (*PROMPT, END)
-MAX_TOKENS = 1024
 TOLERANCE = 1e-4
 """Nats, in float32."""
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)

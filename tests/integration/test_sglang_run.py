@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import STEPS, Launched, launched, until
+from launched import STEPS, Launched, launched
 from real_sglang import PYTHON, START_S, unusable
 from tiny_models import make_model
 
@@ -25,14 +25,6 @@ def server_of(started: Launched) -> psutil.Process:
     return next(child for child in children if str(LAUNCHER) in child.cmdline())
 
 
-def wait_for_step(started: Launched, step: int) -> None:
-    def reached() -> bool:
-        assert started.process.poll() is None, started.text
-        return any((record.number("step") or 0) >= step for record in started.records("step"))
-
-    until(f"step {step}", reached, LIMIT_S)
-
-
 def test_a_run_on_sglang_outlives_its_server_and_its_log_probs_are_the_trainers(tmp_path: Path) -> None:
     """Nothing is stale here, so that the gap between the log-probs of engine and trainer has no other reason than
     wrong weights or a wrong computation."""
@@ -41,7 +33,7 @@ def test_a_run_on_sglang_outlives_its_server_and_its_log_probs_are_the_trainers(
     words = ["generation.backend=sglang", f"generation.python={PYTHON}", "generation.max_running=8"]
     words += ["buffer.max_staleness=0", f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}"]
     with launched(tmp_path, tmp_path / "model", *words) as started:
-        wait_for_step(started, 2)
+        started.wait_for_step(2, LIMIT_S)
         server_of(started).kill()
         assert started.wait(LIMIT_S) == 0, started.text
 
