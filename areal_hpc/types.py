@@ -70,7 +70,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an engine samples. Log-probs that come back are those of the distribution this describes."""
+    """How an engine samples. Log-probs that come back are those of the distribution this describes.
+
+    SGLang alone tells those of the distribution before ``top_p``, ``top_k`` and ``min_p`` have narrowed it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0

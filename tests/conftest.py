@@ -4,33 +4,36 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import real_sglang
 from hypothesis import settings
-from tiny_models import make_model
+
+TESTS = Path(__file__).parent
 
 settings.register_profile("busy", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without an environment for SGLang its tests are skipped and say why, but not where they are asked for."""
+    """Without an environment for SGLang its tests are skipped and say why, but not where they are asked for.
+
+    ``AREAL_HPC_RERUNS`` is for continuous integration: how often a test that starts processes may be run again.
+    """
     why = real_sglang.unusable()
+    reruns = int(os.environ.get("AREAL_HPC_RERUNS", "0"))
     for item in items:
-        if why and not os.environ.get("AREAL_HPC_NEED_SGLANG") and item.get_closest_marker("sglang"):
+        on_sglang = item.get_closest_marker("sglang") is not None
+        if why and on_sglang and not os.environ.get("AREAL_HPC_NEED_SGLANG"):
             item.add_marker(pytest.mark.skip(reason=why))
+        if reruns and (on_sglang or starts_processes(item.path)):
+            item.add_marker(pytest.mark.flaky(reruns=reruns))
 
 
-@pytest.fixture(scope="session")
-def sglang_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real SGLang server with a model whose weights nobody changes; its key is "secret"."""
-    directory = tmp_path_factory.mktemp("sglang")
-    make_model(directory / "model", "llama", seed=5)
-    with real_sglang.served(directory / "model", directory / "sglang.log") as server:
-        yield server.url
+def starts_processes(test_file: Path) -> bool:
+    """Whether its tests wait for others than themselves, so that a busy machine may let one fail."""
+    return test_file.relative_to(TESTS).parts[0] in ("integration", "slurm", "megatron", "examples")
 
 
 @pytest.fixture(scope="session")

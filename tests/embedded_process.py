@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+MAX_RUNNING = 8
+
 
 def _serve(model: Path, dtype: str, pipe: Connection) -> None:
     import torch
@@ -19,7 +21,7 @@ def _serve(model: Path, dtype: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
 
     async def forever() -> None:
-        engine = EmbeddedEngine(model, dtype=dtype, max_tokens=1024, seed=1)
+        engine = EmbeddedEngine(model, dtype=dtype, max_running=MAX_RUNNING, max_tokens=1024, seed=1)
         engine.start()
         url, _ = await start_server(engine, token="secret")
         pipe.send(url)

@@ -123,12 +123,12 @@ class Launched:
         attempt = self.run.newest_attempt() if self.run.attempts.is_dir() else None
         return [] if attempt is None else [r for r in RecordReader(attempt.telemetry).poll() if r.kind == kind]
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> None:
         def reached() -> bool:
             assert self.process.poll() is None, self.text
             return any(record.number("step") >= step for record in self.records("step"))
 
-        until(f"step {step}", reached)
+        until(f"step {step}", reached, limit_s)
         self.roles()
 
     def wait(self, limit_s: float = LIMIT_S) -> int:

@@ -20,6 +20,7 @@ PYTHON = Path(
 )
 START_S = 280.0
 MAX_TOKENS = 1024
+MAX_RUNNING = 8
 
 
 def unusable() -> str:
@@ -29,7 +30,7 @@ def unusable() -> str:
 
 def spec(model: Path, **fields: Any) -> ServerSpec:
     """A server on the CPU, its key "secret"."""
-    values: dict[str, Any] = {"dtype": "float32", "max_running": 8, "max_tokens": MAX_TOKENS, "seed": 1}
+    values: dict[str, Any] = {"dtype": "float32", "max_running": MAX_RUNNING, "max_tokens": MAX_TOKENS, "seed": 1}
     return ServerSpec(model_path=str(model), host="127.0.0.1", key="secret", accelerator=CPU, **(values | fields))
 
 

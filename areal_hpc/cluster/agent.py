@@ -25,14 +25,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.accelerator import CUDA, NPU
+from areal_hpc.cluster.devices import visible_devices
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.rendezvous import address_by_mpi, address_towards
 from areal_hpc.config.load import load
 from areal_hpc.fs import RunDir
 
 LOOK_S = 0.1
-BINDING = (CUDA.visible_devices, NPU.visible_devices)
 
 
 class Agent:
@@ -83,22 +82,6 @@ def _signal(pid: int, number: int) -> None:
         os.killpg(pid, number)
     else:
         os.kill(pid, number)  # not reaped yet, so the pid is its own
-
-
-def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that bind a process to some of the node's devices before its Python starts.
-
-    Args:
-        devices: numbers among those that the job has on this node.
-        environment: the step's; where Slurm has bound it to devices, their names are in it.
-    """
-    if not devices:
-        return {}
-    bound = [name for name in BINDING if environment.get(name)]
-    return {
-        name: ",".join(environment[name].split(",")[number] if bound else str(number) for number in devices)
-        for name in bound or BINDING
-    }
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -35,6 +35,7 @@ LAST_BYTES = 1 << 16
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 LOOPBACK = "127.0.0.1"
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+NO_OWN_VARIABLES: Mapping[Key, Mapping[str, str]] = MappingProxyType({})
 KILL_RESERVE_S = 2.0
 POLL_S = 0.1
 
@@ -58,6 +59,7 @@ class LocalLauncher:
     Args:
         threads: CPU threads of each role; 1 where a role is not named.
         variables: what every role's environment has besides.
+        own_variables: what that of one process has besides: it binds the process to its devices.
         host: address of this machine under which the run's processes reach each other.
     """
 
@@ -68,20 +70,32 @@ class LocalLauncher:
         threads: Mapping[str, int],
         variables: Mapping[str, str] = NO_VARIABLES,
         host: str = LOOPBACK,
+        *,
+        own_variables: Mapping[Key, Mapping[str, str]] = NO_OWN_VARIABLES,
     ) -> None:
         self.run = run
         self.attempt: AttemptDir = run.attempt(epoch)
         self.threads = threads
         self.variables = variables
+        self.own_variables = own_variables
         self.host = host
         self.running: dict[Key, Process] = {}
         self.num_starts = Counter[Key]()
 
     @classmethod
-    def of(cls, config: Config, run: RunDir, epoch: int, host: str = LOOPBACK) -> LocalLauncher:
+    def of(
+        cls,
+        config: Config,
+        run: RunDir,
+        epoch: int,
+        host: str = LOOPBACK,
+        *,
+        own_variables: Mapping[Key, Mapping[str, str]] = NO_OWN_VARIABLES,
+    ) -> LocalLauncher:
         """The launcher of a run's processes on this machine."""
         threads = threads_of(config, len(os.sched_getaffinity(0)))
-        return cls(run, epoch, threads, REPRODUCIBLE if config.deterministic else NO_VARIABLES, host)
+        variables = REPRODUCIBLE if config.deterministic else NO_VARIABLES
+        return cls(run, epoch, threads, variables, host, own_variables=own_variables)
 
     def start(self, role: str, index: int, variables: Mapping[str, str] = NO_VARIABLES) -> None:
         """Start one role, again if need be; its output joins what its log file holds.
@@ -108,7 +122,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=fd,
                 stderr=subprocess.STDOUT,
-                env={**self._environment(role), **variables},
+                env={**self._environment(role), **self.own_variables.get((role, index), {}), **variables},
                 start_new_session=True,
             )
         finally:

@@ -25,6 +25,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "config": "write its arguments here instead",
     "context_length": "set model.max_tokens",
     "dtype": "set model.dtype",
+    "enable_metrics": "the run reads its load there, so it is always on",
     "host": "the run listens where its processes find it",
     "max_running_requests": "set generation.max_running",
     "model": "set model.path",

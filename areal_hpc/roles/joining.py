@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.buffer.epochs import newest_epoch
-from areal_hpc.cluster.agent import BINDING, visible_devices
 from areal_hpc.cluster.components import engines_of_node, satellite_of
+from areal_hpc.cluster.devices import BINDING, visible_devices
 from areal_hpc.cluster.environment import job_of
 from areal_hpc.cluster.local import LOOPBACK, NO_VARIABLES, Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner

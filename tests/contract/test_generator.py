@@ -1,4 +1,8 @@
-"""The same cases for every Generator: the scripted fake, clients of the embedded engine and of SGLang, and a router."""
+"""The same cases for every Generator: the scripted fake, clients of the embedded engine and of SGLang, and a router.
+
+What a model has to do with is asked of the engines alone. They have one model, whose judge is transformers, in float32
+and in one pass over the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +15,59 @@ from typing import Any
 
 import numpy as np
 import pytest
-from embedded_process import embedded
-from tiny_models import make_model
+import torch
+from embedded_process import MAX_RUNNING, embedded
+from real_sglang import MAX_RUNNING as SGLANG_MAX_RUNNING
+from real_sglang import MAX_TOKENS, served
+from speaking_model import END, SAYS, TURN, make_speaking_model
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
 from areal_hpc.generation.scripted import ScriptedGenerator
-from areal_hpc.types import GenerationRequest, Sampling, StopReason
+from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 
 PROMPT = (72, 101, 108, 108, 111)
+LONG_PROMPT = tuple(range(40, 90))
+AFTER_A_TURN = (*PROMPT, END)
+TOLERANCE = 1e-4
+"""Nats, in float32."""
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+Opens = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
-def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def judge(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The model that all engines have: where it is written, and as transformers have it."""
     directory: Path = tmp_path_factory.mktemp("model")
-    make_model(directory, "llama", seed=5)
-    with embedded(directory) as [url]:
+    return directory, make_speaking_model(directory, seed=5)
+
+
+@pytest.fixture(scope="module")
+def engine_url(judge: tuple[Path, Any]) -> Iterator[str]:
+    with embedded(judge[0]) as [url]:
         yield url
 
 
-@pytest.fixture(params=["scripted", "client", "router", pytest.param("sglang", marks=pytest.mark.sglang)])
-def generator(request: pytest.FixtureRequest) -> Callable[[], Any]:
+@pytest.fixture(scope="module")
+def sglang_url(judge: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(judge[0], tmp_path_factory.mktemp("sglang") / "sglang.log") as server:
+        yield server.url
+
+
+@pytest.fixture(params=["scripted", "client", "router", SGLANG])
+def generator(request: pytest.FixtureRequest) -> Opens:
     """Opens the generator under test inside the running loop."""
-    kind: str = request.param
+    return opener(request, request.param)
+
+
+@pytest.fixture(params=["client", "router", SGLANG])
+def engine(request: pytest.FixtureRequest) -> Opens:
+    """The same of those that have a model."""
+    return opener(request, request.param)
+
+
+def opener(request: pytest.FixtureRequest, kind: str) -> Opens:
     url = "" if kind == "scripted" else request.getfixturevalue("sglang_url" if kind == "sglang" else "engine_url")
 
     @asynccontextmanager
@@ -55,12 +88,12 @@ def generator(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return opened
 
 
-def asked(num: int, request_id: str = "r", **sampling: Any) -> GenerationRequest:
+def asked(num: int, request_id: str = "r", prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> GenerationRequest:
     options = {"temperature": 0.0, "ignore_eos": True} | sampling
-    return GenerationRequest(request_id=request_id, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num, **options))
+    return GenerationRequest(request_id=request_id, token_ids=prompt, sampling=Sampling(max_new_tokens=num, **options))
 
 
-def run(generator: Callable[[], Any], scenario: Callable[[Any], Awaitable[Any]]) -> Any:
+def run(generator: Opens, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
     async def body() -> Any:
         async with generator() as made:
             return await scenario(made)
@@ -68,7 +101,7 @@ def run(generator: Callable[[], Any], scenario: Callable[[Any], Awaitable[Any]])
     return asyncio.run(body())
 
 
-def test_every_token_has_a_log_prob_and_a_version(generator: Callable[[], Any]) -> None:
+def test_every_token_has_a_log_prob_and_a_version(generator: Opens) -> None:
     completion = run(generator, lambda made: made.generate(asked(12)))
     assert completion.token_ids.shape == completion.logprobs.shape == completion.versions.shape == (12,)
     assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
@@ -78,7 +111,7 @@ def test_every_token_has_a_log_prob_and_a_version(generator: Callable[[], Any]) 
     assert completion.stop is StopReason.LENGTH
 
 
-def test_a_stop_token_ends_the_answer_and_is_part_of_it(generator: Callable[[], Any]) -> None:
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(generator: Opens) -> None:
     async def scenario(made: Any) -> None:
         whole = (await made.generate(asked(8))).token_ids.tolist()
         stopped = await made.generate(asked(8, "r2", stop_token_ids=(whole[3],), ignore_eos=False))
@@ -88,7 +121,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(generator: Callable[[], 
     run(generator, scenario)
 
 
-def test_many_at_once_do_not_mix(generator: Callable[[], Any]) -> None:
+def test_many_at_once_do_not_mix(generator: Opens) -> None:
     async def scenario(made: Any) -> None:
         alone = [await made.generate(asked(num, f"alone{num}")) for num in (1, 5, 9)]
         together = await asyncio.gather(*(made.generate(asked(num, f"together{num}")) for num in (1, 5, 9)))
@@ -97,7 +130,7 @@ def test_many_at_once_do_not_mix(generator: Callable[[], Any]) -> None:
     run(generator, scenario)
 
 
-def test_an_aborted_answer_is_a_beginning_and_says_so(generator: Callable[[], Any]) -> None:
+def test_an_aborted_answer_is_a_beginning_and_says_so(generator: Opens) -> None:
     async def scenario(made: Any) -> None:
         whole = (await made.generate(asked(900, "whole"))).token_ids.tolist()
         asking = asyncio.create_task(made.generate(asked(900, "cut")))
@@ -128,7 +161,7 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(url: str, reque
     asyncio.run(scenario())
 
 
-def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Callable[[], Any]) -> None:
+def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Opens) -> None:
     async def scenario(made: Any) -> None:
         told: list[int] = []
         before_the_end: list[int] = []
@@ -143,3 +176,150 @@ def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Callable[[]
         assert len({count for count in before_the_end if 0 < count < 300}) > 1  # not all at once
 
     run(generator, scenario)
+
+
+def logits(judge: tuple[Path, Any], prompt: tuple[int, ...], completion: Completion) -> torch.Tensor:
+    """What the judge says before each sampled token: logits [T, V]."""
+    with torch.no_grad():
+        whole = judge[1](torch.tensor([[*prompt, *completion.token_ids.tolist()]])).logits[0].double()
+    return whole[len(prompt) - 1 : -1]
+
+
+def assert_logprobs(completion: Completion, told: torch.Tensor, temperature: float = 1.0) -> None:
+    """``told``: the judge's logits."""
+    sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
+    expected = torch.log_softmax(told / temperature, -1).gather(1, sampled)[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(
+    engine: Opens, judge: tuple[Path, Any], temperature: float
+) -> None:
+    request = asked(60, prompt=LONG_PROMPT, temperature=temperature)
+    completion = run(engine, lambda made: made.generate(request))
+    assert_logprobs(completion, logits(judge, LONG_PROMPT, completion), temperature)
+
+
+def test_greedy_takes_the_likeliest_and_tells_its_log_prob_at_temperature_one(
+    engine: Opens, judge: tuple[Path, Any]
+) -> None:
+    completion = run(engine, lambda made: made.generate(asked(60, prompt=LONG_PROMPT)))
+    told = logits(judge, LONG_PROMPT, completion)
+    assert completion.token_ids.tolist() == told.argmax(-1).tolist()
+    assert_logprobs(completion, told)
+
+
+def kept(probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """Which tokens [T, V] may be sampled, by the definitions of top-k, nucleus and min-p sampling."""
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    inside = (torch.arange(ordered.shape[1]) < top_k) & (before < top_p) & (ordered >= min_p * ordered[:, :1])
+    return torch.zeros_like(inside).scatter(1, order, inside)
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
+def test_E2_narrowed_sampling_keeps_to_its_set_and_says_whose_log_probs_it_tells(
+    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """The embedded engine's are those of the narrowed distribution, SGLang's those of the whole one."""
+    completion = run(engine, lambda made: made.generate(asked(60, prompt=LONG_PROMPT, temperature=1.0, **limit)))
+    told = logits(judge, LONG_PROMPT, completion)
+    inside = kept(torch.softmax(told, -1), **limit)
+    sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
+    assert inside.gather(1, sampled).all()
+    assert inside.sum() > len(completion.token_ids)  # there is something to sample from
+    whole = "sglang" in request.node.name
+    assert_logprobs(completion, told if whole else torch.where(inside, told, -torch.inf))
+
+
+def test_the_end_of_a_turn_ends_the_answer_unless_it_is_to_be_ignored(engine: Opens) -> None:
+    async def scenario(made: Any) -> None:
+        ended = await made.generate(asked(25, prompt=AFTER_A_TURN, ignore_eos=False))
+        assert (ended.token_ids.tolist(), ended.stop, ended.text) == ([*TURN], StopReason.STOP, SAYS)
+        ignored = await made.generate(asked(25, prompt=AFTER_A_TURN))
+        assert (ignored.token_ids.tolist(), ignored.stop) == ([*TURN * 3][:25], StopReason.LENGTH)
+
+    run(engine, scenario)
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "text"), [("漢", 5, "é"), ("漢😀", 9, "é"), ("é漢", 5, ""), ("😀", 9, "é漢")]
+)
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
+    engine: Opens, stop: str, num_tokens: int, text: str
+) -> None:
+    request = asked(25, prompt=AFTER_A_TURN, stop=("nowhere", stop))
+    completion = run(engine, lambda made: made.generate(request))
+    assert completion.token_ids.tolist() == [*TURN[:num_tokens]]
+    assert (completion.stop, completion.text) == (StopReason.STOP, text)
+
+
+def test_a_budget_that_ends_within_a_character_loses_no_token_of_it(engine: Opens) -> None:
+    """What an engine shows of half a character is its own affair, as long as the whole ones are right."""
+
+    async def scenario(made: Any) -> None:
+        told: list[int] = []
+        for num in range(1, len(TURN)):
+            told.clear()
+            completion = await made.generate(
+                replace(asked(num, f"cut{num}", prompt=AFTER_A_TURN), on_tokens=told.extend)
+            )
+            assert (completion.token_ids.tolist(), completion.stop) == ([*TURN[:num]], StopReason.LENGTH)
+            assert told == [*TURN[: len(told)]]
+            whole = SAYS.encode()[:num].decode(errors="ignore")
+            assert completion.text.rstrip("\ufffd") == whole
+
+    run(engine, scenario)
+
+
+def test_a_seed_gives_the_same_sample_again_among_others(engine: Opens, request: pytest.FixtureRequest) -> None:
+    async def scenario(made: Any) -> None:
+        seeded = {"temperature": 1.0, "seed": 7}
+        [first, *_] = await asyncio.gather(
+            made.generate(asked(30, "first", **seeded)), *(made.generate(asked(30, f"o{k}", seed=k)) for k in range(3))
+        )
+        again = await made.generate(asked(30, "again", **seeded))
+        other = await made.generate(asked(30, "other", temperature=1.0, seed=8))
+        assert first.token_ids.shape == again.token_ids.shape == (30,)
+        if "sglang" not in request.node.name:  # which heeds seeds only with kernels that no CPU has
+            assert first.token_ids.tolist() == again.token_ids.tolist() != other.token_ids.tolist()
+
+    run(engine, scenario)
+
+
+def test_F7_the_longest_sequence_is_served_whole_and_a_longer_one_refused(
+    engine: Opens, judge: tuple[Path, Any]
+) -> None:
+    async def scenario(made: Any) -> None:
+        num = MAX_TOKENS - len(LONG_PROMPT)
+        completion = await made.generate(asked(num, "fits", prompt=LONG_PROMPT, temperature=1.0))
+        assert (len(completion.token_ids), completion.stop) == (num, StopReason.LENGTH)
+        assert_logprobs(completion, logits(judge, LONG_PROMPT, completion))
+        with pytest.raises(GenerationError, match="status 400"):
+            await made.generate(asked(4, "longer than the context", prompt=LONG_PROMPT * 40))
+
+    run(engine, scenario)
+
+
+def test_an_answer_that_is_aborted_before_its_first_token_is_empty(engine: Opens) -> None:
+    """It waits behind as many as the engine runs at once."""
+
+    async def scenario(made: Any) -> None:
+        begun = [asyncio.Event() for _ in range(MAX_RUNNING)]
+        running = [
+            asyncio.create_task(made.generate(replace(asked(900, f"long{k}"), on_tokens=lambda _, k=k: begun[k].set())))
+            for k in range(MAX_RUNNING)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        waiting = asyncio.create_task(made.generate(asked(50, "waits")))
+        await asyncio.sleep(0.05)
+        await made.abort("waits")
+        completion = await waiting
+        assert not any(task.done() for task in running)
+        assert (completion.token_ids.size, completion.stop, completion.text) == (0, StopReason.ABORT, "")
+        await asyncio.gather(*(made.abort(f"long{k}") for k in range(MAX_RUNNING)))
+        assert [(await task).stop for task in running] == [StopReason.ABORT] * MAX_RUNNING
+
+    assert MAX_RUNNING == SGLANG_MAX_RUNNING
+    run(engine, scenario)

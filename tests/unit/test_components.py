@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.cluster.agent import visible_devices
 from areal_hpc.cluster.components import Seat, components_of, divide, seats
 from areal_hpc.cluster.environment import Allocation, allocation
 from areal_hpc.cluster.plan import plan_lines
@@ -124,22 +123,6 @@ def test_seats_are_even_in_blocks_and_share_no_gpu(replicas: int, nodes: int) ->
     assert len({(seat.node, device) for seat in mine for device in seat.devices}) == replicas
     for node, count in counts.items():
         assert [device for seat in mine if seat.node == node for device in seat.devices] == list(range(count))
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "6,7"}),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,MIG-c,MIG-d"}, {"CUDA_VISIBLE_DEVICES": "MIG-c,MIG-d"}),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
-        ({}, {"CUDA_VISIBLE_DEVICES": "2,3", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
-    ],
-)
-def test_A10_devices_are_bound_by_the_names_that_slurm_gave_them(
-    environment: dict[str, str], expected: dict[str, str]
-) -> None:
-    assert visible_devices((2, 3), environment) == expected
-    assert visible_devices((), environment) == {}
 
 
 AGENT = ["python", "-m", "areal_hpc.cluster.agent", "/run", "1"]

@@ -23,7 +23,7 @@ from areal_hpc.errors import ConfigError, GenerationError
 from areal_hpc.generation.sglang import plugin, server
 from areal_hpc.generation.sglang.arguments import ServerSpec, argument, server_arguments, server_environment
 from areal_hpc.generation.sglang.server import LAUNCHER, SglangServer, reserved_port, serving
-from areal_hpc.roles.wiring.serving import check_sglang
+from areal_hpc.roles.wiring import serving as wiring
 from areal_hpc.telemetry import add_secret
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -169,9 +169,17 @@ def test_a_server_whose_parent_is_gone_already_does_not_start(told_by: dict[str,
 
 # -- serving, with a program in the place of the interpreter
 
+METRICS = """
+sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 700.0
+sglang:realtime_tokens_total{mode="prefill_compute",tp_rank="0"} 90.0
+sglang:num_requests_total{is_streaming="false"} 30.0
+sglang:num_requests_total{is_streaming="true"} 11.0
+"""
+
 PROGRAM = """#!{python}
 import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+METRICS = {metrics!r}
 words = json.load(sys.stdin)["arguments"]
 value = lambda name: words[words.index(name) + 1]
 print("arguments:", words, flush=True)
@@ -187,10 +195,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/model_info" and fault == "stops":
             time.sleep(60)
         body = {{"weight_version": "7", "loads": [
-            {{"num_running_reqs": 2, "num_waiting_reqs": 1, "gen_throughput": 5.5}},
-            {{"num_running_reqs": 0, "num_waiting_reqs": 3, "gen_throughput": 9.0}},
+            {{"num_running_reqs": 2, "num_waiting_reqs": 1}},
+            {{"num_running_reqs": 0, "num_waiting_reqs": 3}},
         ]}}
-        data = json.dumps(body).encode()
+        data = (METRICS if self.path == "/metrics" else json.dumps(body)).encode()
         self.send_response(200 if ready else 503)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -206,7 +214,7 @@ def serve(
     """Run ``use`` with such a server; its log."""
     add_secret(KEY)
     program = tmp_path / "python"
-    program.write_text(PROGRAM.format(python=sys.executable))
+    program.write_text(PROGRAM.format(python=sys.executable, metrics=METRICS))
     program.chmod(0o700)
     log = tmp_path / "sglang-0.log"
     spec = ServerSpec(**{name: getattr(SPEC, name) for name in SPEC.__slots__} | {"extra": {"fault": fault}})
@@ -229,7 +237,7 @@ def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) ->
     async def use(started: SglangServer) -> None:
         seen.append(started)
         assert started.alive()
-        assert await started.load() == {"version": 7, "running": 2, "queued": 4, "tokens_per_s": 14.5}
+        assert await started.load() == {"version": 7, "running": 2, "queued": 4, "tokens": 741}
 
     log = serve(tmp_path, use)
     assert not seen[0].alive()
@@ -292,16 +300,32 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
         python.chmod(0o700)
     config = load([QUICKSTART], ["generation.backend=sglang", f"generation.python={python}"])
     if not complaint:
-        check_sglang(config)
+        wiring.check_sglang(config)
         return
     with pytest.raises(ConfigError, match=rf"generation\.python: .*{complaint}(.|\n)*examples/sglang_environment"):
-        check_sglang(config)
+        wiring.check_sglang(config)
+
+
+def test_an_interpreter_that_does_not_answer_is_a_mistake_of_the_configuration_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wiring, "FIND_LIMIT_S", 0.2)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    config = load([QUICKSTART], ["generation.backend=sglang", f"generation.python={python}"])
+    with pytest.raises(ConfigError, match=rf"generation\.python: {python} has not said in 0.2 s(.|\n)*try again"):
+        wiring.check_sglang(config)
 
 
 def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> None:
-    words = ["generation.backend=sglang", "generation.server_args={api-key: x, port: 1, mem_fraction_static: 0.5}"]
+    words = [
+        "generation.backend=sglang",
+        "generation.server_args={api-key: x, port: 1, enable-metrics: false, mem_fraction_static: 0.5}",
+    ]
     with pytest.raises(ConfigError) as refusal:
         resolve(load([QUICKSTART], words))
     assert "generation.server_args.api-key: remove it" in str(refusal.value)
     assert "generation.server_args.port: remove it" in str(refusal.value)
+    assert "generation.server_args.enable-metrics: remove it" in str(refusal.value)
     assert "mem_fraction_static" not in str(refusal.value)

@@ -63,6 +63,7 @@ def server_arguments(spec: ServerSpec, *, port: int, internal_port: int) -> list
         "pp_size": spec.pipeline_parallel,
         "random_seed": spec.seed,
         "log_level_http": "warning",  # else a line for each request
+        "enable_metrics": True,  # what it has sampled is counted nowhere else
         "device": spec.accelerator.device,
     }
     if spec.accelerator is CPU:

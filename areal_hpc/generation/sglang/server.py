@@ -33,6 +33,7 @@ from areal_hpc.collective import bracketed, unbracketed
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import PRIVATE_FILE
 from areal_hpc.generation.connection import Connection, EngineLost
+from areal_hpc.generation.counters import counted
 from areal_hpc.generation.sglang.arguments import ServerSpec, server_arguments, server_environment
 from areal_hpc.telemetry.logs import escape, redact
 from areal_hpc.waits import advance, waiting
@@ -46,6 +47,8 @@ HEALTH_S = 30.0
 """Longest time of one look at its health: SGLang itself gives up on its one token after 20 s."""
 ANSWER_S = 60.0
 """A running server whose HTTP side does not answer for so long is given up; it is a process apart from the model's."""
+DECODED = "sglang:realtime_tokens_total"
+FINISHED = "sglang:num_requests_total"
 STOP_S = 5.0
 END_S = 10.0
 """Longest time from the end of the server to that of its children."""
@@ -64,23 +67,27 @@ class SglangServer:
         return self._process.poll() is None
 
     async def load(self) -> Mapping[str, Any]:
-        """The version that it serves, sequences running and queued, tokens per second of its last decoding steps.
+        """The version that it serves, sequences running and queued, and the tokens that it has sampled since its start.
+
+        The rate that SGLang tells itself is that of 40 decoding steps, and a pause sets it to 0: with a weight update
+        every few seconds it is nearly always 0. What it counts is right at any time: the tokens of decoding steps, and
+        an answer's first, which comes from its prompt's pass, once the answer is finished.
 
         Raises:
             GenerationError: it did not answer, or refused.
         """
         loads, model = await self._get("/v1/loads?include=core"), await self._get("/model_info")
+        metrics = await self._get("/metrics")
         ranks = loads["loads"]
         return {
             "version": int(model["weight_version"]),
             "running": sum(rank["num_running_reqs"] for rank in ranks),
             "queued": sum(rank["num_waiting_reqs"] for rank in ranks),
-            "tokens_per_s": sum(rank["gen_throughput"] for rank in ranks),
+            "tokens": int(counted(metrics, DECODED, mode="decode") + counted(metrics, FINISHED)),
         }
 
-    async def _get(self, path: str) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._http.accepted(path, *await self._http.call("GET", path, None, ANSWER_S))
-        return answer
+    async def _get(self, path: str) -> Any:
+        return self._http.accepted(path, *await self._http.call("GET", path, None, ANSWER_S))
 
     async def come_up(self, limit_s: float) -> None:
         """Return once it has generated a token.

@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Mapping
 
+from areal_hpc import accelerator
 from areal_hpc.cluster.components import components_of, divide, seats
 from areal_hpc.cluster.containers import python_on_nodes
+from areal_hpc.cluster.devices import engine_devices, visible_devices
 from areal_hpc.cluster.environment import allocation
-from areal_hpc.cluster.local import LocalLauncher
+from areal_hpc.cluster.local import Key, LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.cluster.steps import step_commands
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.fs import RunDir, publish_json
 
 
@@ -24,11 +26,12 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
         roles: how many processes of each role there will be.
 
     Raises:
-        ConfigError: the shape needs a Slurm job, and this is none or has other nodes.
+        ConfigError: the shape needs a Slurm job, and this is none or has other nodes; or this machine has fewer devices
+            than an engine needs.
         AttemptFailed: a node of the job does not answer.
     """
     if config.cluster.shape is Shape.LOCAL:
-        return LocalLauncher.of(config, run, epoch)
+        return LocalLauncher.of(config, run, epoch, own_variables=_bound_engines(config, roles))
     job = allocation(os.environ)
     nodes = divide(config, job.components)
     gpus = {component.name: component.gpus for component in components_of(config)}
@@ -37,3 +40,14 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
     agent = [python_on_nodes(config.cluster), "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
     steps = step_commands(config, job, nodes, agent)
     return RemoteLauncher(run, epoch, steps, seats(config, nodes, roles), config.limits.start_s)
+
+
+def _bound_engines(config: Config, roles: Mapping[str, int]) -> dict[Key, Mapping[str, str]]:
+    """What binds each engine to devices of this machine: without it all would take the first. Nothing on a CPU."""
+    none_needs_one = config.generation.backend is EngineName.EMBEDDED or not roles.get("generator")
+    if none_needs_one or accelerator.detect() is accelerator.CPU:
+        return {}
+    import torch
+
+    devices = engine_devices(config, torch.accelerator.device_count())
+    return {("generator", index): visible_devices(one, os.environ) for index, one in enumerate(devices)}

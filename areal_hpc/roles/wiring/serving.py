@@ -41,7 +41,7 @@ class ServedEngine:
     url: str
     alive: Callable[[], bool]
     load: Callable[[], Awaitable[Mapping[str, Any]]]
-    """The version served, sequences running and queued, tokens sampled per second."""
+    """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
 
 
 def serve_engine(process: RoleProcess) -> AbstractAsyncContextManager[ServedEngine]:
@@ -84,31 +84,39 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     token = token_of(process, process.index, process.incarnation)
     url, server = await start_server(engine, host=process.host, token=token)
     try:
-        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=_Meter(engine).load)
+        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=Meter(_looking_at(engine)).load)
     finally:
         await server.cleanup()
         engine.close()
 
 
-class _Meter:
-    """The embedded engine's load; its rate is that since the last look."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._scheduler = engine.scheduler
-        self._sampled, self._since = 0, time.monotonic()
-
-    async def load(self) -> Mapping[str, Any]:
-        stats, now = self._scheduler.stats(), time.monotonic()
-        sampled = stats["num_generated_tokens"]
-        rate = (sampled - self._sampled) / (now - self._since)
-        self._sampled, self._since = sampled, now
+def _looking_at(engine: EmbeddedEngine) -> Callable[[], Awaitable[Mapping[str, Any]]]:
+    async def look() -> Mapping[str, Any]:
+        stats = engine.scheduler.stats()
         return {
-            "version": int(self._scheduler.version),
+            "version": int(engine.scheduler.version),
             "running": stats["num_running"],
             "queued": stats["num_waiting"],
-            "tokens": sampled,
-            "tokens_per_s": rate,
+            "tokens": stats["num_generated_tokens"],
         }
+
+    return look
+
+
+class Meter:
+    """An engine's load with the rate at which it samples: that since the last look."""
+
+    def __init__(
+        self, look: Callable[[], Awaitable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look, self._clock = look, clock
+        self._sampled, self._since = 0, clock()
+
+    async def load(self) -> Mapping[str, Any]:
+        seen, now = await self._look(), self._clock()
+        rate = (seen["tokens"] - self._sampled) / (now - self._since)
+        self._sampled, self._since = seen["tokens"], now
+        return {**seen, "tokens_per_s": rate}
 
 
 @asynccontextmanager
@@ -123,7 +131,7 @@ async def _sglang(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     )
     async with AsyncExitStack() as stack:
         server = await _unless_stopped(process, stack.enter_async_context(opening))
-        yield ServedEngine(url=server.url, alive=server.alive, load=server.load)
+        yield ServedEngine(url=server.url, alive=server.alive, load=Meter(server.load).load)
 
 
 def sglang_spec(process: RoleProcess) -> ServerSpec:
@@ -176,6 +184,11 @@ def check_sglang(config: Config) -> None:
         )
     except OSError as error:
         raise ConfigError(f"generation.python: {interpreter} cannot be run: {error}; {HOW_TO_INSTALL}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"generation.python: {interpreter} has not said in {FIND_LIMIT_S:g} s which SGLang it has; if it lies on a "
+            f"file system that is slow to start with, try again, else {HOW_TO_INSTALL}"
+        ) from error
     if found.returncode != 0:
         last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"generation.python: {interpreter} has no SGLang ({last}); {HOW_TO_INSTALL}")

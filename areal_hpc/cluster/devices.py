@@ -1,0 +1,53 @@
+"""Which devices a process gets before its Python starts, and how it is told. Pure functions.
+
+8 devices, 4 trainer ranks, 2 engines of 2 ranks, on one machine
+
+0  1  2  3  |  4  5  |  6  7
+trainers       engine 1 engine 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from areal_hpc.accelerator import CUDA, NPU
+from areal_hpc.config.derived import engine_ranks
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
+
+BINDING = (CUDA.visible_devices, NPU.visible_devices)
+
+
+def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that bind a process to some of the node's devices before its Python starts.
+
+    Args:
+        devices: numbers among those that the job has on this node.
+        environment: the step's; where Slurm has bound it to devices, their names are in it.
+    """
+    if not devices:
+        return {}
+    bound = [name for name in BINDING if environment.get(name)]
+    return {
+        name: ",".join(environment[name].split(",")[number] if bound else str(number) for number in devices)
+        for name in bound or BINDING
+    }
+
+
+def engine_devices(config: Config, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices of each engine on a machine that the whole run has to itself.
+
+    Trainers take theirs from the first on, so engines take theirs from the last on. Where there are too few, engines
+    share them with trainers, and then with each other: how much memory an engine may take is ``server_args``' affair.
+
+    Raises:
+        ConfigError: the machine has fewer devices than one engine needs.
+    """
+    ranks = engine_ranks(config)
+    if ranks > num_devices:
+        raise ConfigError(
+            f"generation.tensor_parallel: an engine needs {ranks} devices, and this machine has {num_devices}; lower "
+            "it or generation.pipeline_parallel"
+        )
+    firsts = [num_devices - ranks * (1 + index % (num_devices // ranks)) for index in range(config.generation.replicas)]
+    return [tuple(range(first, first + ranks)) for first in firsts]

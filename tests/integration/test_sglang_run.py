@@ -1,0 +1,53 @@
+"""A whole run on the real SGLang server, whose process is killed on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from launched import STEPS, Launched, launched
+from real_sglang import PYTHON, START_S, unusable
+from tiny_models import make_model
+
+from areal_hpc.generation.sglang.server import LAUNCHER
+from areal_hpc.report import prove_run
+
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(1000)]
+
+LIMIT_S = 450.0
+LARGEST_GAP = 1e-4
+"""Nats a token, in float32."""
+
+
+def server_of(started: Launched) -> psutil.Process:
+    children = started.roles()["generator-0"].children()
+    return next(child for child in children if str(LAUNCHER) in child.cmdline())
+
+
+def test_a_run_on_sglang_outlives_its_server_and_its_log_probs_are_the_trainers(tmp_path: Path) -> None:
+    """Nothing is stale here, so that the gap between the log-probs of engine and trainer has no other reason than
+    wrong weights or a wrong computation."""
+    assert not unusable(), unusable()
+    make_model(tmp_path / "model", "llama", seed=3)
+    words = ["generation.backend=sglang", f"generation.python={PYTHON}", "generation.max_running=8"]
+    words += ["buffer.max_staleness=0", f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}"]
+    with launched(tmp_path, tmp_path / "model", *words) as started:
+        started.wait_for_step(2, LIMIT_S)
+        server_of(started).kill()
+        assert started.wait(LIMIT_S) == 0, started.text
+
+        assert [dict(record.values)["process"] for record in started.records("restart")] == ["generator-0"]
+        steps = started.records("step")
+        assert [record.number("step") for record in steps] == list(range(1, STEPS + 1))
+        gaps = [record.number("logprob_gap") for record in steps]
+        assert max(gap for gap in gaps if gap is not None) < LARGEST_GAP
+        assert None not in gaps
+        proof = prove_run(started.run)
+        assert proof.proven, proof.violations
+
+        told = started.records("generation")
+        assert max(record.number("tokens_per_s") or 0.0 for record in told) > 0
+        first_life = [r.number("tokens") or 0.0 for r in told if r.time < started.records("restart")[0].time]
+        assert max(first_life) >= sum(record.number("tokens_generated") or 0.0 for record in steps[:1])
+        assert started.left_over() == []

@@ -1,0 +1,104 @@
+"""Which devices engines get, on a node of a job and on a machine of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_hpc import accelerator
+from areal_hpc.cluster import local
+from areal_hpc.cluster.devices import engine_devices, visible_devices
+from areal_hpc.config.load import load
+from areal_hpc.config.schema import Config
+from areal_hpc.errors import ConfigError
+from areal_hpc.fs import RunDir
+from areal_hpc.roles.wiring.launchers import make_launcher
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+def config_of(*overrides: str) -> Config:
+    return load([QUICKSTART], ["generation.backend=sglang", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,MIG-c,MIG-d"}, {"CUDA_VISIBLE_DEVICES": "MIG-c,MIG-d"}),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
+        ({}, {"CUDA_VISIBLE_DEVICES": "2,3", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}),
+    ],
+)
+def test_A10_devices_are_bound_by_the_names_that_slurm_gave_them(
+    environment: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert visible_devices((2, 3), environment) == expected
+    assert visible_devices((), environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "replicas", "ranks", "expected"),
+    [
+        (8, 2, 2, [(6, 7), (4, 5)]),
+        (8, 4, 1, [(7,), (6,), (5,), (4,)]),
+        (1, 1, 1, [(0,)]),
+        (1, 2, 1, [(0,), (0,)]),
+        (7, 4, 2, [(5, 6), (3, 4), (1, 2), (5, 6)]),
+        (4, 1, 4, [(0, 1, 2, 3)]),
+    ],
+)
+def test_engines_take_devices_from_the_last_on_and_share_only_where_there_are_too_few(
+    num_devices: int, replicas: int, ranks: int, expected: list[tuple[int, ...]]
+) -> None:
+    config = config_of(f"generation.replicas={replicas}", f"generation.tensor_parallel={ranks}")
+    assert engine_devices(config, num_devices) == expected
+
+
+def test_an_engine_that_is_larger_than_the_machine_is_refused() -> None:
+    config = config_of("generation.tensor_parallel=2", "generation.pipeline_parallel=2")
+    with pytest.raises(ConfigError, match=r"an engine needs 4 devices, and this machine has 3; lower it"):
+        engine_devices(config, 3)
+
+
+def started_with(launcher: Any, monkeypatch: pytest.MonkeyPatch, role: str, index: int) -> dict[str, str]:
+    """The environment that a role would be started with."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(local.subprocess, "Popen", lambda *_, env, **__: seen.append(env))
+    launcher.start(role, index)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "found", "visible"),
+    [("sglang", accelerator.CUDA, "2"), ("sglang", accelerator.CPU, None), ("embedded", accelerator.CUDA, None)],
+)
+def test_an_engine_on_this_machine_is_bound_before_it_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    found: accelerator.Accelerator,
+    visible: str | None,
+) -> None:
+    for name in (accelerator.CUDA.visible_devices, accelerator.NPU.visible_devices):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(accelerator, "detect", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    config = config_of("generation.replicas=2", f"generation.backend={backend}")
+    run = RunDir(tmp_path)
+    run.attempt(1).logs.mkdir(parents=True)
+    launcher = make_launcher(config, run, 1, {"trainer": 1, "generator": 2})
+    assert started_with(launcher, monkeypatch, "generator", 1).get("CUDA_VISIBLE_DEVICES") == visible
+    assert "CUDA_VISIBLE_DEVICES" not in started_with(launcher, monkeypatch, "trainer", 0)
+
+
+def test_without_engines_no_device_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    config = config_of("generation.tensor_parallel=2")
+    launcher = make_launcher(config, RunDir(tmp_path), 1, {"trainer": 1})
+    assert isinstance(launcher, local.LocalLauncher)
+    assert launcher.own_variables == {}
