@@ -77,6 +77,7 @@ def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time
     wait_for_step(run, 6)
     strict.call("scontrol", "update", f"jobid={job}", "EndTime=now")
     assert strict.wait_for_state(job, "TIMEOUT") == "TIMEOUT"
+    wait_for("the next job", lambda: len(jobs_of(run)) == 2)
     first, second = jobs_of(run)
     assert first == job
     assert f"job {second} goes on when this one has ended" in log.read_text(encoding="utf-8")
@@ -213,8 +214,9 @@ def test_an_evaluation_is_typed_with_modules_a_virtual_environment_and_conda_and
         slurm, home, REPOSITORY / "sbatch/eval.sbatch", ["-N2"], *words, "--checkpoint", str(model), env=env
     )
     run = RunDir(home / f"run-eval-{model.name}")
-    wait_for("its engines", lambda: run.attempts.is_dir() and run.attempt(1).endpoint("generator", 1).exists())
-    hosts = {read_json(run.attempt(1).endpoint("generator", index))["host"] for index in range(2)}
+    engines = [run.attempt(1).endpoint("generator", index) for index in range(2)]
+    wait_for("its engines", lambda: all(path.exists() for path in engines))
+    hosts = {read_json(path)["host"] for path in engines}
     assert len(hosts) == 2, hosts
     slurm.call("scontrol", "requeue", job)
     wait_for("its second start", lambda: len(run.all_attempts()) == 2, LONGEST_S)
