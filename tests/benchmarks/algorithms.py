@@ -3,8 +3,8 @@
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/algorithms.py [--seeds 1 2 3] [--only grpo] [--cells N]
 
 A cell is one run of the command line: a file, a bound on staleness and a seed. Every file runs at the quickstart's
-bound; ``SWEPT`` run at each of ``BOUNDS`` as well. The model of a seed is made once; so is the teacher, which is what
-the quickstart itself has trained with the first seed. Each finished cell is a line of ``algorithms.jsonl``, and a cell
+bound; ``SWEPT`` run at each of ``BOUNDS`` as well. The model of a seed is made once; so is its teacher, which is what
+the quickstart itself has trained. Each finished cell is a line of ``algorithms.jsonl``, and a cell
 that has one is not run again: break it off and start it again as you like, and remove the file to begin anew. At the
 end, and with ``--cells 0`` at once, all lines become ``algorithms.md`` and ``algorithms.png``.
 """
@@ -29,7 +29,7 @@ HERE = Path(__file__)
 FILES = ROOT / "configs" / "algorithms"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 USUAL_BOUND = 2
-BOUNDS = (0, 1, 4, 8)
+BOUNDS = (0, 1, 4, 8, 16, 32)
 SWEPT = ("grpo", "grpo_coupled", "ppo")
 """Decoupled, clipped around the behaviour policy (plain PPO without a critic), and decoupled with a critic."""
 RUN_LIMIT_S = 1800.0
@@ -75,15 +75,16 @@ def model_of(seed: int, root: Path) -> str:
 
 
 def teacher(seed: int, root: Path) -> Path:
-    """What the quickstart has trained."""
-    directory = root / "teacher-model"
+    """What the quickstart has trained with the same seed: a seed's model has a vocabulary of its own."""
+    directory = root / f"teacher-model-{seed}"
     if not directory.exists():
-        areal_hpc("run", QUICKSTART, "name=teacher", f"run_root={root}", f"seed={seed}", model_of(seed, root))
-        areal_hpc("export", root / "teacher", directory)
+        name = f"teacher-{seed}"
+        areal_hpc("run", QUICKSTART, f"name={name}", f"run_root={root}", f"seed={seed}", model_of(seed, root))
+        areal_hpc("export", root / name, directory)
     return directory
 
 
-def run(cell: Cell, first_seed: int, root: Path) -> dict[str, Any]:
+def run(cell: Cell, root: Path) -> dict[str, Any]:
     """One run; its line."""
     name = f"{cell.file}-{cell.bound}-{cell.seed}"
     words = [f"name={name}", f"run_root={root}", f"seed={cell.seed}", model_of(cell.seed, root)]
@@ -92,7 +93,7 @@ def run(cell: Cell, first_seed: int, root: Path) -> dict[str, Any]:
         layers.insert(0, QUICKSTART)
         words.append(f"buffer.max_staleness={cell.bound}")
     if cell.file == "distillation":
-        words.append(f"algorithm.kl.reference={teacher(first_seed, root)}")
+        words.append(f"algorithm.kl.reference={teacher(cell.seed, root)}")
     areal_hpc("run", *layers, *words)
     facts = json.loads((root / name / "summary.json").read_text(encoding="utf-8"))
     told = ("evaluation_first", "evaluation_last", "evaluation_best", "evaluation_accuracy_last", "staleness_mean")
@@ -187,7 +188,7 @@ def main() -> int:
     due = [cell for cell in cells(options.seeds, options.only) if cell not in done][: options.cells]
     with tempfile.TemporaryDirectory(prefix="areal-algorithms-") as root:
         for number, cell in enumerate(due, start=1):
-            line = run(cell, options.seeds[0], Path(root))
+            line = run(cell, Path(root))
             with HERE.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**line, "machine": describe()}) + "\n")
             print(
