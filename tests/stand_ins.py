@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import areal_hpc.roles.attempts
 import areal_hpc.roles.generator
 import areal_hpc.roles.launcher
 import areal_hpc.roles.trainer
@@ -64,6 +63,8 @@ class Rows:
             publish(directory / ROWS, text.encode())
 
         return write
+
+    def complete(self, directory: str) -> None: ...
 
     def load(self, directory: str) -> None:
         self.steps = json.loads(Path(directory, ROWS).read_bytes())
@@ -163,7 +164,6 @@ def install() -> None:
     """Put all of them where the roles look for the real ones."""
     areal_hpc.roles.generator.main = _idle
     areal_hpc.roles.launcher.prepare = lambda config: None
-    areal_hpc.roles.attempts.make_model = lambda config: None
     areal_hpc.roles.launcher.report_run = lambda run: None  # figures by matplotlib take a second
     areal_hpc.roles.trainer.make_backend = lambda process, ranks: Rows()
     training, episodes = areal_hpc.roles.wiring.training, areal_hpc.roles.wiring.episodes

@@ -433,6 +433,8 @@ def blow(directory: Path, model: Path, kills: int, seed: int, how: How) -> dict[
         from stand_ins import install
 
         install()
+        model = directory / "no-model"
+        model.mkdir(parents=True, exist_ok=True)
     storm = Storm(directory, model, seed, how)
     try:
         storm.blow(kills, progress)

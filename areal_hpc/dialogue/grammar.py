@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.extras import optional
 
-WHAT = "JSON of a schema"
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As ``json.dumps`` writes, and most of what models have read; a free choice of blanks can go on for ever."""
 
 
 def _llguidance() -> Any:
-    return optional("llguidance", extra="models", what=WHAT)
+    return optional("llguidance", extra="models", what="JSON of a schema")
 
 
 @functools.lru_cache(maxsize=256)

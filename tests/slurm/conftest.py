@@ -40,7 +40,8 @@ def model(slurm: SlurmCluster) -> Path:
 
 @pytest.fixture
 def home(slurm: SlurmCluster, request: pytest.FixtureRequest) -> Path:
-    """A directory of the test's own that all nodes see."""
-    path = slurm.dir / "home" / request.node.name
+    """A directory of the test's own that all nodes see; a new one where the test runs again."""
+    again = getattr(request.node, "execution_count", 1)
+    path = slurm.dir / "home" / f"{request.node.name}{again if again > 1 else ''}"
     path.mkdir(parents=True)
     return path

@@ -234,6 +234,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"cluster__shape": Shape.SPLIT, "cluster__signal_lead_s": 5},
         "cluster.signal_lead_s: 5 s is too short for a stop, which may take limits.stop_s 10 s; raise it, or set it to",
     ),
+    "check_replicas": (
+        {"generation__replicas": 0, "cluster__shape": Shape.SPLIT},
+        "generation.replicas: 0 leaves generation to satellites, which this run does not take; raise it, or set",
+    ),
     "check_container": (
         {"cluster__container__runtime": Runtime.PYXIS},
         "cluster.container.image: required by cluster.container.runtime pyxis; set it",
