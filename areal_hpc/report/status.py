@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from areal_hpc.cluster.owner import Owner
@@ -39,7 +39,8 @@ def status_lines(
     attempts, job = run.all_attempts(), None if works_outside(run) else ask(run)
     job_row = {} if job is None else {"job": job.text()}
     if not attempts:
-        return _aligned({"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row})
+        rows = {"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row}
+        return _aligned({**rows, **_satellites([], job)})
     config = configuration(run)
     total_steps = config.get("trainer", {}).get("total_steps")
     trains = not config.get("evaluation", {}).get("checkpoint")
@@ -58,7 +59,7 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
-            **_satellites(attempts[-1], job),
+            **_satellites([seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -108,9 +109,9 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
     return {"processes": "; ".join(texts) or "none has come up yet"}
 
 
-def _satellites(attempt: AttemptDir, job: JobView | None) -> dict[str, str]:
+def _satellites(present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
     """The engines that have joined, who holds their seats, and what Slurm says of the jobs that bring more."""
-    joined = [_seat_text(seat) for _, seat in sorted(seats.present(attempt).items())]
+    joined = [_seat_text(seat) for seat in present]
     texts = [f"joined: {', '.join(joined)}"] if joined else []
     if job is not None and job.satellites:
         texts.append(f"array {job.satellites_id}: " + ", ".join(f"{n} {state}" for state, n in job.satellites.items()))
