@@ -30,23 +30,29 @@ def same(given: str, secret: str) -> bool:
 BACKLOG = 4096
 """Connections that may wait to be taken, as far as the kernel allows: hundreds of episodes begin at once, and where the
 usual 128 wait, the next ones are dropped and tried again seconds later."""
+LAST_ANSWERS_S = 0.5
+"""How long an end waits for answers that are under way, and again for those that it breaks off: whoever stops a run has
+given it seconds. Usually a server waits for two minutes, and somebody who uses an agent may ask at any time."""
 
 
 @asynccontextmanager
 async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """An application at its URL, until the context ends; port 0 is one that the kernel chooses.
 
+    What is still being answered then is broken off.
+
     Raises:
         ConfigError: somebody else listens there, or it is no address of this machine.
     """
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)
     await runner.setup()
     try:
         try:
             await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter is of a number that is no port
             raise ConfigError(
-                f"agent.online: cannot listen at host {host}, port {port}: {error}; choose another port, or 0 for any"
+                f"cannot listen at host {host}, port {port}: {error}; choose another one (agent.online.port, or --port "
+                "of `areal-hpc page`), or 0 for any that is free"
             ) from error
         yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     finally:
