@@ -3,12 +3,13 @@
     sessions/00000003-rollout-0-0-000001.jsonl      of attempt 3, of rollout-0's first process: a part of some megabytes
 
 A part that is full is followed by the next, and a worker's oldest parts are deleted, so a run of a month stays bounded.
-A line is one write, so readers see whole lines, and at most one torn one at the end of a part. Losing a line loses
-nothing but the sight of it: what is trained goes through the ring.
+A line is one write, so readers see whole lines, and at most one torn one at the end of a part: after a write that did
+not fit comes another part. Losing a line loses nothing but the sight of it: what is trained goes through the ring.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -36,14 +37,16 @@ Note = Callable[[Session, Mapping[str, Any]], None]
 
 
 def summary_of(session: Session, said: Mapping[str, Any], discount: float) -> dict[str, Any]:
-    """A session in a line of a table; its ``worth`` is the mean reward of what it is trained on, null if nothing is.
+    """A session in a line of a table; its ``worth`` is the mean reward of its trajectories, null where it makes none.
 
     Args:
         said: what became of it, as JSON data.
     """
     turns = session.transcript.turns
-    rewards_trained = [trajectory.reward for trajectory in session.trajectories(discount)]
-    versions = [version for turn in turns for version in turn.completion.versions.tolist() if version != NOT_SAMPLED]
+    is_rewarded = (session.final is not None or session.rewards) and not session.broken
+    worths = [trajectory.reward for trajectory in session.trajectories(discount)] if is_rewarded else []
+    sampled = [turn.completion.versions[turn.completion.versions != NOT_SAMPLED] for turn in turns]
+    versions = [int(bound) for some in sampled if some.size for bound in (some.min(), some.max())]
     rewards = {str(number): reward for number, reward in session.rewards.items()}
     return {
         "id": session.id,
@@ -53,7 +56,7 @@ def summary_of(session: Session, said: Mapping[str, Any], discount: float) -> di
         "versions": [min(versions), max(versions)] if versions else [],
         "final": session.final,
         "rewards": rewards,
-        "worth": sum(rewards_trained) / len(rewards_trained) if rewards_trained else None,
+        "worth": sum(worths) / len(worths) if worths else None,
         "broken": session.broken,
         "drifts": dict(session.transcript.drifts),
         **said,
@@ -119,12 +122,17 @@ class Scribe:
         try:
             if self._fd < 0 or os.fstat(self._fd).st_size >= self._part_bytes:
                 self._next_part()
-            os.write(self._fd, line)
+            self._append(line)
             self._failing = False
         except OSError as error:
             if not self._failing:
                 log.warning("%s: %s; sessions are not written down until that is mended", self._directory, error)
             self._failing = True
+
+    def _append(self, line: bytes) -> None:
+        if (written := os.write(self._fd, line)) < len(line):
+            self.close()  # nothing may follow a torn line
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
 
     def _next_part(self) -> None:
         self.close()
@@ -163,9 +171,12 @@ class Chronicle:
             del self._ends[name]
             self._index = {id_: entry for id_, entry in self._index.items() if entry[1] != name}
         for name in names:
-            for start, line in self._lines(name):
-                if (summary := _summary_in(line)) is not None:
-                    self._index[summary["id"]] = (summary, name, start, len(line))
+            try:
+                for start, line in self._lines(name):
+                    if (summary := _summary_in(line)) is not None:
+                        self._index[summary["id"]] = (summary, name, start, len(line))
+            except FileNotFoundError:  # its scribe has deleted it since; the next poll forgets it
+                continue
 
     def _lines(self, name: str) -> Iterator[tuple[int, bytes]]:
         """New whole lines of a part, each with its place."""
@@ -185,12 +196,15 @@ class Chronicle:
 
     def session(self, session_id: str) -> dict[str, Any] | None:
         """``summary`` and ``turns`` of a session; None where nothing is written of it (any more)."""
-        if session_id not in self._index:
+        if (entry := self._index.get(session_id)) is None:
             return None
-        _, name, start, length = self._index[session_id]
-        with (self.directory / name).open("rb") as file:
-            file.seek(start)
-            found: dict[str, Any] = json.loads(file.read(length))
+        _, name, start, length = entry
+        try:
+            with (self.directory / name).open("rb") as file:
+                file.seek(start)
+                found: dict[str, Any] = json.loads(file.read(length))
+        except FileNotFoundError:  # its scribe has deleted it since the last poll
+            return None
         return found
 
 

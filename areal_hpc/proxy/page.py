@@ -49,23 +49,22 @@ class Board:
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def overview(self) -> dict[str, Any]:
-        async with self._reading:
-            curve = await asyncio.to_thread(self._read)
-        written = self.chronicle.summaries()
+        async with self._reading:  # the chronicle is one thread's at a time
+            written, curve = await asyncio.to_thread(self._read)
         known = {summary["id"] for summary in written}
-        live = [self._summary(session) for session in self._live() if session.id not in known]
-        sessions = [*written, *live]
+        live = [session for session in self._live() if session.id not in known]
+        shown = [*written[-NEWEST:], *(self._summary(session) for session in live[-NEWEST:])]
         return {
             "run": self.name,
             "live": self.live is not None,
-            "num_sessions": len(sessions),
-            "sessions": sessions[-NEWEST:][::-1],
+            "num_sessions": len(written) + len(live),
+            "sessions": shown[-NEWEST:][::-1],
             "curve": curve,
         }
 
-    def _read(self) -> Mapping[str, Any]:
+    def _read(self) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
         self.chronicle.poll()
-        return self.curve()
+        return self.chronicle.summaries(), self.curve()
 
     def _live(self) -> Iterable[Session]:
         return () if self.live is None else self.live()

@@ -6,8 +6,11 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 from dialogues import make_dialogue
 from hypothesis import given
@@ -17,6 +20,7 @@ from served import run, served
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.fs import RunDir
 from areal_hpc.proxy.chronicle import Chronicle, Scribe, pieces, summary_of, turns_of
+from areal_hpc.proxy.page import Board, show
 from areal_hpc.report.course import Course
 from areal_hpc.telemetry import Recorder
 
@@ -53,6 +57,8 @@ def test_a_session_is_told_turn_by_turn_with_what_was_new_in_each(hermes: ChatRe
             summary = summary_of(session, {"outcome": "sealed"}, 0.5)
             assert (summary["turns"], summary["tokens"], summary["versions"]) == (2, 7, [0, 0])
             assert (summary["final"], summary["worth"], summary["outcome"]) == (1.0, 0.75, "sealed")
+            session.broken = "half an answer"
+            assert summary_of(session, {}, 0.5)["worth"] is None, "nothing of it is trained"
             turns = turns_of(session, hermes.spelled, 0.5)
             assert [turn["parent"] for turn in turns] == [None, 0]
             assert [turn["new"] for turn in turns] == [
@@ -129,6 +135,57 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_told_once(
     scribe.close()
 
 
+def test_half_a_line_costs_itself_and_not_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """write(2) on a disk that is nearly full writes what fits, and is no error."""
+    scribe, write = Scribe(tmp_path / "s", "00000001-rollout-0-0"), os.write
+    scribe.write(line(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
+        scribe.write(line(2))
+    scribe.write(line(3))
+    chronicle = Chronicle(tmp_path / "s")
+    chronicle.poll()
+    assert [one["id"] for one in chronicle.summaries()] == ["s1", "s3"]
+    scribe.close()
+
+
+def test_a_part_may_be_deleted_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scribe, chronicle = Scribe(tmp_path / "s", "00000001-rollout-0-0"), Chronicle(tmp_path / "s")
+    scribe.write(line(1))
+    chronicle.poll()
+    (part,) = os.listdir(tmp_path / "s")
+    (tmp_path / "s" / part).unlink()
+    assert chronicle.session("s1") is None
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", lambda _: [part])  # as it was when the poll began
+        chronicle.poll()
+    chronicle.poll()
+    assert chronicle.summaries() == []
+    scribe.close()
+
+
+def test_the_page_reads_the_chronicle_in_one_thread_at_a_time(tmp_path: Path) -> None:
+    """Two people look: the one's poll must not change what the other's answer is made from."""
+    users = list[threading.Thread]()
+
+    class Watched(Chronicle):
+        def poll(self) -> None:
+            users.append(threading.current_thread())
+            super().poll()
+
+        def summaries(self) -> list[dict[str, Any]]:
+            assert users.pop() is threading.current_thread() and not users
+            return super().summaries()
+
+    board = Board(name="run", chronicle=Watched(tmp_path / "s"), curve=dict)
+
+    async def scenario() -> None:
+        for told in await asyncio.gather(*(board.overview() for _ in range(8))):
+            assert told["sessions"] == []
+
+    run(scenario())
+
+
 def test_the_course_of_a_run_goes_on_with_its_records(tmp_path: Path) -> None:
     directory = RunDir.create(tmp_path / "run")
     directory.config.write_text("trainer: {total_steps: 9}\n", encoding="utf-8")
@@ -147,10 +204,6 @@ def test_the_course_of_a_run_goes_on_with_its_records(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_run_is_for_whoever_has_its_token(tmp_path: Path) -> None:
-    import aiohttp
-
-    from areal_hpc.proxy.page import Board, show
-
     async def scenario() -> None:
         directory = RunDir.create(tmp_path / "run")
         board = Board(name="run", chronicle=Chronicle(directory.sessions), curve=Course(directory).told)
