@@ -153,7 +153,14 @@ class Online:
         """
         if not 1 <= size <= MAX_GROUP:
             raise Refused(400, f"size must be in [1, {MAX_GROUP}]", param="size")
-        group_id, sessions = f"g{secrets.token_hex(8)}", [self._open_session() for _ in range(size)]
+        group_id, sessions = f"g{secrets.token_hex(8)}", list[Session]()
+        try:
+            for _ in range(size):
+                sessions.append(self._open_session())
+        except Refused:
+            for session in sessions:  # nobody is told their keys, so nobody would end them
+                self._sessions.close(session)
+            raise
         self._add(group_id, sessions, alone=False, about=about)
         return group_id, sessions
 

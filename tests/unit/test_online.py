@@ -326,6 +326,16 @@ def test_a_group_has_a_size(hermes: ChatRenderer, size: Any, status: int) -> Non
     world(hermes, scenario)
 
 
+def test_a_group_that_is_too_large_leaves_no_session_behind(hermes: ChatRenderer) -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(2):
+            assert (await world.served.post("/rl/start_group", {"size": 4}, ADMIN))[0] == 429
+        assert len(world.served.sessions) == 0
+        assert len((await world.post("/rl/start_group", {"size": 3}, ADMIN))["sessions"]) == 3
+
+    world(hermes, scenario, max_sessions=3)
+
+
 def test_lone_episodes_are_held_against_those_before_them(hermes: ChatRenderer) -> None:
     async def scenario(world: World) -> None:
         for number, reward in enumerate((1.0, 0.0, 1.0)):
