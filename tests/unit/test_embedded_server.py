@@ -336,3 +336,18 @@ def test_a_crash_of_the_engine_answers_500_and_health_503(model: Path, monkeypat
         assert (await api.post("/pause_generation"))[0] == 500
 
     run(model, use)
+
+
+def test_a_server_ends_while_requests_run(model: Path) -> None:
+    """One that waits for them takes two minutes."""
+
+    async def use(api: Api) -> None:
+        asked = asyncio.create_task(api.generate(sampling_params=ENDLESS))
+        await api.until(lambda info: bool(info["num_running"]))
+        await api.post("/pause_generation", mode="in_place")
+        async with asyncio.timeout(30.0):
+            await api.runner.cleanup()
+        with pytest.raises(aiohttp.ClientError):
+            await asked
+
+    run(model, use)

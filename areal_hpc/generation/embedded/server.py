@@ -30,6 +30,8 @@ VERSION = "areal-embedded"
 MAX_BODY_BYTES = 256 * 2**20
 PROBE_LIMIT_S = 10.0
 PAUSE_MODES = ("abort", "in_place", "retract")
+LAST_ANSWERS_S = 0.5
+"""How long the end waits for requests that run, and again for those that it breaks off; by default a minute each."""
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ async def start_server(engine: EmbeddedEngine, *, host: str = "127.0.0.1", token
     """
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(token), errors_as_answers])
     application.add_routes([*EngineRoutes(engine).table(), *WeightRoutes(engine).table()])
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)
     await runner.setup()
     await web.TCPSite(runner, host, 0).start()
     port = runner.addresses[0][1]
