@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from areal_hpc.fs import RunDir
 from areal_hpc.proxy.chronicle import Chronicle, Scribe, pieces, summary_of, turns_of
 from areal_hpc.proxy.page import Board, show
 from areal_hpc.report.course import Course
+from areal_hpc.roles.wiring.agents import Notes
 from areal_hpc.telemetry import Recorder
 
 
@@ -133,6 +135,34 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_told_once(
     chronicle.poll()
     assert [one["id"] for one in chronicle.summaries()] == ["s1", "s4"]
     scribe.close()
+
+
+@pytest.mark.parametrize(("every_s", "written"), [(0.0, 8), (0.5, 2)])
+def test_writing_sessions_down_takes_little_of_the_time(
+    hermes: ChatRenderer, tmp_path: Path, every_s: float, written: int
+) -> None:
+    """One that takes 1 s is followed by 49 s without another; of an agent in daily use every one is written."""
+    now = [100.0]
+
+    def spelled(token_ids: Sequence[int]) -> str:
+        now[0] += 0.25  # four times for a session of two tokens
+        return hermes.spelled(token_ids)
+
+    async def scenario() -> None:
+        async with served(hermes, ["y"]) as service:
+            await service.chat("one")
+            (turn,) = service.session.transcript.turns
+            assert turn.completion.token_ids.size == 2
+            for _ in range(8):
+                notes.write(service.session, {"outcome": "sealed"})
+                now[0] += 14.0
+
+    chronicle = Chronicle(tmp_path / "s")
+    notes = Notes(Scribe(chronicle.directory, "00000001-rollout-0-0"), spelled, 1.0, every_s, clock=lambda: now[0])
+    run(scenario())
+    notes.close()
+    (part,) = chronicle.directory.iterdir()
+    assert len(part.read_bytes().splitlines()) == written
 
 
 def test_half_a_line_costs_itself_and_not_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,10 @@ from areal_hpc.roles.wiring.engines import dotted
 from areal_hpc.rollout.episodes import derive_seed, sampling
 
 NOTE_EVERY_S = 0.5
-"""Between two sessions of a run's own agent that are written down: enough to look at, and no load."""
+"""Between two sessions of a run's own agent that are written down: enough to look at."""
+NOTE_SHARE = 0.02
+"""Most of this process's time that may go into that: spelling costs some 0.2 ms a token, in the loop that serves the
+agents, so a session of 10,000 tokens holds it up for two seconds."""
 
 
 def has_agent(config: Config) -> bool:
@@ -103,19 +106,28 @@ class Notes:
     """Writes sessions that have ended down, for the page.
 
     Args:
-        every_s: of those that end faster, one in so many seconds is enough.
+        every_s: of those that end faster, one in so many seconds is enough, and fewer where one is much work; 0 writes
+            all.
     """
 
-    def __init__(self, scribe: Scribe, spelled: Spelled, discount: float, every_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        scribe: Scribe,
+        spelled: Spelled,
+        discount: float,
+        every_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scribe, self._spelled, self._discount, self._every_s = scribe, spelled, discount, every_s
-        self._next = 0.0
+        self._clock, self._next = clock, 0.0
 
     def write(self, session: Session, said: Mapping[str, Any]) -> None:
-        if (now := time.monotonic()) < self._next:
+        began = self._clock()
+        if self._every_s and began < self._next:
             return
-        self._next = now + self._every_s
         turns = turns_of(session, self._spelled, self._discount)
         self._scribe.write({"summary": summary_of(session, said, self._discount), "turns": turns})
+        self._next = began + max(self._every_s, (self._clock() - began) / NOTE_SHARE)
 
     def close(self) -> None:
         self._scribe.close()
