@@ -9,7 +9,9 @@ The only door of llguidance, an extra. Whoever samples renormalises over what is
 with a token is that of this distribution**, since it is the one that was sampled (SGLang does the same). A token that
 the schema left no choice about has log-prob 0 whatever the model thinks of it. So the ratio of the policy to the
 behaviour policy is small where the schema overruled the model, and such tokens teach it little, while its choices
-inside the schema teach it as they do elsewhere. Nothing is left out of training for having been forced.
+inside the schema teach it as they do elsewhere. Nothing is left out of training for having been forced, unless
+``algorithm.rejection_sampling`` leaves it out for that ratio; and ``trainer.gap_alarm`` may take such tokens for a
+difference between trainer and engines.
 """
 
 from __future__ import annotations
