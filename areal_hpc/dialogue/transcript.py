@@ -197,27 +197,20 @@ class Transcript:
         A turn that nothing followed from has the episode's ``final`` reward, unless it has one of its own, or the same
         context was sent again after it (a retry: what it said was not used). Turns without any credit are missing.
         """
-        rewards = rewards or {}
-        children = self._children()
+        rewards, turns = rewards or {}, tuple(self.turns)  # whoever looks on from another thread sees no more of them
+        children = _children(turns)
         num_known: dict[tuple[int, ...], int] = {}  # turns that the last request with a context had before it
-        for turn in self.turns:
+        for turn in turns:
             num_known[turn.place.context] = max(turn.place.num_known, num_known.get(turn.place.context, 0))
         worth: dict[int, float] = {}
-        for number in reversed(range(len(self.turns))):
-            turn, own = self.turns[number], rewards.get(number)
+        for number in reversed(range(len(turns))):
+            turn, own = turns[number], rewards.get(number)
             later = [worth[child] for child in children[number] if child in worth]
             if own is None and not children[number] and num_known[turn.place.context] <= number:
                 own = final
             if own is not None or later:
                 worth[number] = (own or 0.0) + (discount * (sum(later) / len(later)) if later else 0.0)
         return worth
-
-    def _children(self) -> list[list[int]]:
-        children: list[list[int]] = [[] for _ in self.turns]
-        for number, turn in enumerate(self.turns):
-            if turn.place.parent is not None:
-                children[turn.place.parent].append(number)
-        return children
 
     def trajectories(
         self, *, final: float | None = None, rewards: Mapping[int, float] | None = None, discount: float = 1.0
@@ -264,3 +257,11 @@ class Transcript:
     def numbers_of(self, call: str) -> Iterable[int]:
         """The turns that answered the request ``call``."""
         return [number for number, turn in enumerate(self.turns) if turn.call == call]
+
+
+def _children(turns: Sequence[Turn]) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in turns]
+    for number, turn in enumerate(turns):
+        if turn.place.parent is not None:
+            children[turn.place.parent].append(number)
+    return children

@@ -73,12 +73,16 @@ class Board:
         outcome = "answering" if session.num_open else "open" if session.ended is None else "ended"
         return summary_of(session, {"outcome": outcome, "reason": "", "group": ""}, self.discount)
 
-    def session(self, session_id: str) -> dict[str, Any] | None:
-        """``summary`` and ``turns``, or None where nothing is known of it (any more)."""
+    async def session(self, session_id: str) -> dict[str, Any] | None:
+        """``summary`` and ``turns``, or None where nothing is known of it (any more).
+
+        Spelling a long session takes seconds, so that is done beside the loop that serves the agents.
+        """
         found = next((one for one in self._live() if one.id == session_id), None)
         if found is None or self.spelled is None:
-            return self.chronicle.session(session_id)
-        return {"summary": self._summary(found), "turns": turns_of(found, self.spelled, self.discount)}
+            return await asyncio.to_thread(self.chronicle.session, session_id)
+        summary = self._summary(found)  # before its turns, so that whoever has missed one sees a newer summary
+        return {"summary": summary, "turns": await asyncio.to_thread(turns_of, found, self.spelled, self.discount)}
 
 
 def page_routes(board: Board, admin_token: str) -> list[web.RouteDef]:
@@ -98,7 +102,7 @@ def page_routes(board: Board, admin_token: str) -> list[web.RouteDef]:
 
     async def session(request: web.Request) -> web.Response:
         admit(request)
-        found = board.session(request.match_info["id"])
+        found = await board.session(request.match_info["id"])
         return web.json_response(found or {"error": "nothing is known of this session"}, status=200 if found else 404)
 
     return [

@@ -216,6 +216,28 @@ def test_the_page_reads_the_chronicle_in_one_thread_at_a_time(tmp_path: Path) ->
     run(scenario())
 
 
+def test_a_live_session_is_spelled_beside_the_loop_that_serves_it(hermes: ChatRenderer, tmp_path: Path) -> None:
+    def spelled(token_ids: Sequence[int]) -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        return hermes.spelled(token_ids)
+
+    async def scenario() -> None:
+        async with served(hermes, ["yes"]) as service:
+            await service.chat("one")
+            board = Board(
+                name="run",
+                chronicle=Chronicle(tmp_path / "s"),
+                curve=dict,
+                live=lambda: service.sessions,
+                spelled=spelled,
+            )
+            told = await board.session(service.session.id)
+            assert told is not None and "".join(told["turns"][0]["tokens"]) == "yes<|im_end|>"
+            assert await board.session("none") is None
+
+    run(scenario())
+
+
 def test_the_course_of_a_run_goes_on_with_its_records(tmp_path: Path) -> None:
     directory = RunDir.create(tmp_path / "run")
     directory.config.write_text("trainer: {total_steps: 9}\n", encoding="utf-8")
