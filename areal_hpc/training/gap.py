@@ -55,6 +55,8 @@ def suspects(config: Config) -> list[str]:
         found.append(
             f"rollout.sampling.{' and '.join(names)} cut the distribution that is sampled, which the trainer does not"
         )
+    if config.agent.python or config.agent.command or config.agent.online.enabled:
+        found.append("answers that agents ask for as JSON of a schema, sampled from fewer tokens than the trainer sees")
     if sampling.temperature != 1.0:
         found.append(f"an engine that reports log-probs before the temperature {sampling.temperature:g}")
     if config.model.dtype is not Dtype.FLOAT32:

@@ -79,3 +79,8 @@ def test_rounding_is_suspected_where_there_is_some() -> None:
     (only,) = suspects(load([QUICKSTART], ["model.dtype=bfloat16"]))
     assert "bfloat16" in only
     assert suspects(load([QUICKSTART], [])) == []
+
+
+def test_schemas_are_suspected_where_agents_may_ask_for_them() -> None:
+    (only,) = suspects(load([QUICKSTART], ["agent.command=[agent]"]))
+    assert "JSON of a schema" in only
