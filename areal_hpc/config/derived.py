@@ -60,6 +60,17 @@ def awaits_satellites(config: Config) -> bool:
     return config.cluster.shape is Shape.SATELLITES or config.generation.replicas == 0
 
 
+def queue_s(config: Config) -> float:
+    """Longest time that whoever waits for work may wait longer because satellites are in Slurm's queue."""
+    return config.limits.join_s if awaits_satellites(config) else 0.0
+
+
+def collective_s(config: Config) -> float:
+    """Time limit of a collective of the trainer's ranks: more than rank 0 may keep the others waiting."""
+    limits = config.limits
+    return limits.start_s + max(limits.starve_s, limits.checkpoint_s) + queue_s(config)
+
+
 def without_engines_s(config: Config) -> float:
     """Longest time that no engine may be there, before that is an error."""
     return config.limits.join_s if awaits_satellites(config) else config.limits.start_s

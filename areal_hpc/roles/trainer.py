@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, read_start
-from areal_hpc.config.derived import awaits_satellites
+from areal_hpc.config.derived import queue_s
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
@@ -245,7 +245,7 @@ class Member:
             wait_for(
                 "the evaluation of the start weights",
                 done,
-                limits.starve_s + (limits.join_s if awaits_satellites(self.process.config) else 0.0),
+                limits.starve_s + queue_s(self.process.config),
                 party="evaluator-0",
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )

@@ -13,7 +13,7 @@ from areal_hpc.cluster.components import components_of, satellite_of, seats
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
-from areal_hpc.config.derived import signal_lead_s
+from areal_hpc.config.derived import collective_s, signal_lead_s
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -157,3 +157,19 @@ def test_what_slurm_ends_and_what_has_nothing_more_to_do_does_not_come_again(
     tmp_path: Path, code: int, signals: str
 ) -> None:
     assert ending(tmp_path, code=code, signals=signals) == (code, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "longest_s"),
+    [
+        (("limits.starve_s=700", "limits.join_s=9000"), 9000 + 700),
+        (("generation.replicas=0", "limits.join_s=9000"), 9000 + 1800),
+        (("cluster.shape=local", "limits.join_s=9000", "limits.checkpoint_s=5000"), 5000),
+    ],
+)
+def test_trainer_ranks_wait_for_rank_0_as_long_as_it_may_wait_for_a_satellite(
+    words: tuple[str, ...], longest_s: float
+) -> None:
+    """In a collective; else a job that is long in the queue would end a run that may wait for it."""
+    config = config_of("generation.replicas=1", "limits.checkpoint_s=600", *words)
+    assert collective_s(config) == longest_s + config.limits.start_s

@@ -12,7 +12,7 @@ from typing import cast
 from areal_hpc.buffer.control import read_control
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.writer import RingWriter
-from areal_hpc.config.derived import awaits_satellites, ring_capacity
+from areal_hpc.config.derived import awaits_satellites, queue_s, ring_capacity
 from areal_hpc.config.schema import Config, RolloutConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.fs import wait_for
@@ -175,7 +175,7 @@ def _wait_until_followed(process: RoleProcess, writer: RingWriter) -> Watermark:
     (issued,) = wait_for(
         "trainer-0 to open the ring",
         followed,
-        2 * config.limits.start_s + (config.limits.join_s if awaits_satellites(config) else 0.0),
+        2 * config.limits.start_s + queue_s(config),
         party=LEADER,
         hint=f"look into {process.attempt.log('trainer', 0)}",
     )

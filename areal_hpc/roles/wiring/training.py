@@ -18,7 +18,7 @@ from areal_hpc.buffer.scan import GroupFetcher
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import awaits_satellites, ring_capacity, takes_satellites
+from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
@@ -56,8 +56,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     if config.trainer.ranks == 1 and not config.trainer.torchrun_variables:
         process.publish_endpoint({})
         return Ranks(device=device)
-    longest_s = max(config.limits.starve_s, config.limits.checkpoint_s)  # that rank 0 may keep the others waiting
-    timeout_s = config.limits.start_s + longest_s
+    timeout_s = collective_s(config)
     store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
     process.publish_endpoint({} if store is None else {"port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
