@@ -452,7 +452,7 @@ def test_a_session_has_a_limit_of_requests_at_once(hermes: ChatRenderer) -> None
 
 def test_sessions_that_are_opened_over_http_sample_by_seeds_of_their_own(hermes: ChatRenderer) -> None:
     """Else the attempts of a group at one task would all be the same."""
-    from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, TrainerConfig
+    from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
     from areal_hpc.proxy.sessions import Sessions
     from areal_hpc.roles.wiring.agents import opener
 
@@ -462,17 +462,18 @@ def test_sessions_that_are_opened_over_http_sample_by_seeds_of_their_own(hermes:
             model=ModelConfig(path="m"),
             prompts=PromptsConfig(train="a:B"),
             trainer=TrainerConfig(total_steps=1),
+            rollout=RolloutConfig(workers=2),
         )
-        epoch, incarnation = 1, 0
+        epoch, incarnation, index = 1, 0, 0
 
     def seeds(process: Any) -> list[int | None]:
         open_session = opener(process, Sessions(hermes, idle_s=1.0), None)  # type: ignore[arg-type]
         sessions: Sequence[Session] = [open_session() for _ in range(4)]
         return [session.sampling.seed for session in sessions]
 
-    again, first = Process(), Process()
-    again.incarnation = 1
-    assert len({*seeds(first), *seeds(again)}) == 8 and seeds(first) == seeds(first)
+    again, beside, first = Process(), Process(), Process()
+    again.incarnation, beside.index = 1, 1
+    assert len({*seeds(first), *seeds(again), *seeds(beside)}) == 12 and seeds(first) == seeds(first)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))

@@ -86,7 +86,8 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
 
 def opener(process: RoleProcess, sessions: Sessions, generator: Generator) -> Open:
     """Opens sessions for whoever asks over HTTP; each samples by a seed of its own."""
-    config, number = process.config, itertools.count()
+    config = process.config
+    number = itertools.count(process.index, config.rollout.workers)  # another worker's are others
     limits = Limits.of(config.agent)
 
     def open_session(*, key: str = "") -> Session:
