@@ -439,3 +439,21 @@ def test_D17_an_update_that_is_fast_enough_is_not_warned_of(
     world.transport.seconds = seconds
     world.publish(1)
     assert caplog.records == []
+
+
+def test_engines_that_may_be_gone_are_asked_at_once() -> None:
+    """Each takes its time to be given up, and a rack that loses its power has many."""
+    here = asyncio.Barrier(3)
+
+    class Slow(StubEngine):
+        async def reach(self) -> None:
+            async with asyncio.timeout(5.0):
+                await here.wait()
+            await super().reach()
+
+    world = World(num=0, desert_s=60.0)
+    world.joining = [Slow("s0", alive=False), Slow("s1"), Slow("s2", alive=False)]
+    assert world.fleet.behind()
+    world.fleet.catch_up(3, world.weights())
+    assert [target.name for target in world.transport.membership.members] == ["s1"]
+    assert set(world.transport.membership.lost) == {"s0", "s2"}

@@ -14,6 +14,7 @@ An engine that failed an update and lives is tried again in growing pauses; what
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -261,16 +262,16 @@ class Fleet:
         return [e for e in self._engines if self._may_return(e) and self._next_try.get(e.name, 0.0) <= now]
 
     def _find(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those of ``engines`` that can be reached."""
+        """Those of ``engines`` that can be reached; all are tried at once, since a node that is gone takes its time."""
+        asked = list({engine.name: engine for engine in engines}.values())
+        troubles = self._run(_reach(asked)) if asked else []
         found = []
-        for engine in {engine.name: engine for engine in engines}.values():
-            try:
-                self._run(engine.reach())
-            except GenerationError as error:
+        for engine, error in zip(asked, troubles, strict=True):
+            if error is None:
+                found.append(engine)
+            else:
                 self._transport.membership.dismiss(engine.name, str(error))
                 self._postpone(engine.name)
-            else:
-                found.append(engine)
         return found
 
     def _postpone(self, name: str) -> None:
@@ -290,6 +291,19 @@ class Fleet:
             self._out.discard(name)
             self._new.discard(name)
             self._pauses.pop(name, None)
+
+
+async def _reach(engines: Sequence[Engine]) -> list[GenerationError | None]:
+    """What keeps each of them from being reached."""
+
+    async def trouble(engine: Engine) -> GenerationError | None:
+        try:
+            await engine.reach()
+        except GenerationError as error:
+            return error
+        return None
+
+    return await asyncio.gather(*map(trouble, engines))
 
 
 class NoEngines:
