@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.fs import AttemptDir, create_exclusive, names_in, read_if_listed
@@ -50,10 +51,10 @@ class Seat:
 
     def holder(self) -> Mapping[str, Any]:
         """Who has taken it, as it said itself."""
-        return read_if_listed((self.attempt.root / "seats") / f"{self.index}.{self.incarnation}") or {}
+        return read_if_listed(_directory(self.attempt) / f"{self.index}.{self.incarnation}") or {}
 
     def _mark(self, what: str) -> None:
-        create_exclusive((self.attempt.root / "seats") / f"{self.index}.{self.incarnation}.{what}", b"{}")
+        create_exclusive(_directory(self.attempt) / f"{self.index}.{self.incarnation}.{what}", b"{}")
 
 
 def take(attempt: AttemptDir, first: int, holder: Mapping[str, Any]) -> Seat:
@@ -64,7 +65,7 @@ def take(attempt: AttemptDir, first: int, holder: Mapping[str, Any]) -> Seat:
         free = sorted(names.last.keys() - names.held())
         index = free[0] if free else max([first - 1, *names.last]) + 1
         seat = Seat(attempt=attempt, index=index, incarnation=names.last[index] + 1 if free else 0)
-        if create_exclusive((attempt.root / "seats") / f"{seat.index}.{seat.incarnation}", content):
+        if create_exclusive(_directory(attempt) / f"{seat.index}.{seat.incarnation}", content):
             _clear(seat)
             return seat
 
@@ -113,10 +114,13 @@ class _Names:
         return Seat(attempt=attempt, index=index, incarnation=self.last[index])
 
 
+def _directory(attempt: AttemptDir) -> Path:
+    return attempt.root / "seats"
+
+
 def _parsed(attempt: AttemptDir) -> list[tuple[int, int, str]]:
-    names = (
-        names_in(attempt.root / "seats") if (attempt.root / "seats").is_dir() else []
-    )  # an older version's attempt has none
+    directory = _directory(attempt)
+    names = names_in(directory) if directory.is_dir() else []  # an older version's attempt has none
     matches = (NAME.fullmatch(name) for name in names)
     return [(int(match[1]), int(match[2]), match[3] or "") for match in matches if match]
 
@@ -126,4 +130,4 @@ def _clear(seat: Seat) -> None:
     for index, incarnation, mark in _parsed(seat.attempt):
         if index == seat.index and incarnation < seat.incarnation:
             name = f"{index}.{incarnation}" + (f".{mark}" if mark else "")
-            ((seat.attempt.root / "seats") / name).unlink(missing_ok=True)
+            (_directory(seat.attempt) / name).unlink(missing_ok=True)
