@@ -40,6 +40,7 @@ from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
+from areal_hpc.roles.wiring.launchers import devices_here
 from areal_hpc.roles.wiring.serving import check_sglang
 
 log = logging.getLogger(__name__)
@@ -281,11 +282,13 @@ def require_joinable(run: RunDir, config: Config) -> None:
 def device_blocks(config: Config, num_engines: int | None, environment: Mapping[str, str]) -> list[tuple[int, ...]]:
     """The devices of each engine, by their numbers among those that this process may use; none where it has none.
 
+    It may use those that it is bound to; else those that a satellite of the run asks for; else all of the machine.
+
     Raises:
         ConfigError: there are too few.
     """
     bound = next((environment[name] for name in BINDING if environment.get(name)), "")
-    num_devices = len(bound.split(",")) if bound else satellite_of(config).gpus
+    num_devices = len(bound.split(",")) if bound else satellite_of(config).gpus or devices_here(config)
     size = engine_ranks(config)
     number = engines_of_node(config, num_devices) if num_engines is None else num_engines
     if number < 1 or (num_devices and number * size > num_devices):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from areal_hpc import telemetry
+from areal_hpc import accelerator, telemetry
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cli import main
 from areal_hpc.cluster.environment import job_of
@@ -128,6 +129,23 @@ def test_a_machine_has_as_many_engines_as_its_devices_are_for(
     words: tuple[str, ...], engines: int | None, environment: dict[str, str], blocks: list[tuple[int, ...]]
 ) -> None:
     assert device_blocks(config_of(*words), engines, environment) == blocks
+
+
+@pytest.mark.parametrize(
+    ("backend", "found", "blocks"),
+    [
+        ("sglang", accelerator.CUDA, [(0, 1), (2, 3)]),
+        ("sglang", accelerator.CPU, [()]),
+        ("embedded", accelerator.CUDA, [()]),
+    ],
+)
+def test_where_nobody_says_which_all_devices_of_the_machine_are_for_engines(
+    monkeypatch: pytest.MonkeyPatch, backend: str, found: accelerator.Accelerator, blocks: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    config = config_of(f"generation.backend={backend}", f"generation.tensor_parallel={2 if backend == 'sglang' else 1}")
+    assert device_blocks(config, None, {}) == blocks
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,16 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
 
 def _bound_engines(config: Config, roles: Mapping[str, int]) -> dict[Key, Mapping[str, str]]:
     """What binds each engine to devices of this machine: without it all would take the first. Nothing on a CPU."""
-    none_needs_one = config.generation.backend is EngineName.EMBEDDED or not roles.get("generator")
-    if none_needs_one or accelerator.detect() is accelerator.CPU:
+    if not roles.get("generator") or not (num_devices := devices_here(config)):
         return {}
+    devices = engine_devices(config, num_devices)
+    return {("generator", index): visible_devices(one, os.environ) for index, one in enumerate(devices)}
+
+
+def devices_here(config: Config) -> int:
+    """Devices of this machine that its engines share; 0 where they compute on the CPU."""
+    if config.generation.backend is EngineName.EMBEDDED or accelerator.detect() is accelerator.CPU:
+        return 0
     import torch
 
-    devices = engine_devices(config, torch.accelerator.device_count())
-    return {("generator", index): visible_devices(one, os.environ) for index, one in enumerate(devices)}
+    return torch.accelerator.device_count()
