@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from served import ADMIN, Served, run, served
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.config.schema import AgentConfig, FilterConfig, OnlineConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.errors import RewardError
+from areal_hpc.errors import RewardError, RunDirError
 from areal_hpc.generation.scripted import scripted_logprob
 from areal_hpc.proxy.online import Online, Score
 from areal_hpc.proxy.sessions import Limits, Session
+from areal_hpc.roles.wiring.online import standing_key
 from areal_hpc.rollout.online import OnlineRunner, RunningBaseline
 from areal_hpc.types import Prompt, TrajectoryGroup, WeightVersion
 
@@ -474,6 +476,16 @@ def test_sessions_that_are_opened_over_http_sample_by_seeds_of_their_own(hermes:
     again, beside, first = Process(), Process(), Process()
     again.incarnation, beside.index = 1, 1
     assert len({*seeds(first), *seeds(again), *seeds(beside)}) == 12 and seeds(first) == seeds(first)
+
+
+def test_the_standing_key_is_made_once_for_its_owner_and_is_never_empty(tmp_path: Path) -> None:
+    path = tmp_path / "agent-key"
+    key = standing_key(path)
+    assert standing_key(path) == key and len(key) > 40
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_bytes(b"")
+    with pytest.raises(RunDirError, match=f"{path} holds no key; remove it"):
+        standing_key(path)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
