@@ -5,8 +5,8 @@
 
 Pure functions, as in ``hetjob``; ``sbatch/satellites.sbatch`` is their golden file. Slurm warns every process of the
 job before its time limit and when it pre-empts it, and the engines leave. What is pre-empted Slurm requeues by itself;
-at its time limit the script sees to it that a satellite comes again: in the same job or, where a site does not requeue,
-in a new one.
+where a site does not requeue it is gone. At its time limit the script sees to it that a satellite comes again: in the
+same job or, where a site does not requeue, in a new one.
 """
 
 from __future__ import annotations
