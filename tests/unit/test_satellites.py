@@ -19,6 +19,7 @@ from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 from areal_hpc.roles.supervisor import roles_of
+from areal_hpc.roles.wiring.agents import request_s
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -173,3 +174,9 @@ def test_trainer_ranks_wait_for_rank_0_as_long_as_it_may_wait_for_a_satellite(
     """In a collective; else a job that is long in the queue would end a run that may wait for it."""
     config = config_of("generation.replicas=1", "limits.checkpoint_s=600", *words)
     assert collective_s(config) == longest_s + config.limits.start_s
+
+
+def test_an_agents_request_is_not_given_up_while_its_episode_waits_for_a_satellite() -> None:
+    words = ("rollout.timeout_s=60", "limits.join_s=9000")
+    assert request_s(config_of(*words)) == 9060
+    assert request_s(config_of(*words, "cluster.shape=local")) == 60

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.config.derived import queue_s
 from areal_hpc.config.schema import Config, EngineName, ToolFormatName
 from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
@@ -75,13 +76,19 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
         board=make_board(process, renderer, lambda: sessions),
     )
     timeout_s, record = config.rollout.timeout_s, process.recorder.record
-    async with serve(service) as url, shared_http_client(timeout_s) as http_client:
+    async with serve(service) as url, shared_http_client(request_s(config)) as http_client:
         process.publish_endpoint({"agents_url": url})
         agent = make_agent(config, http_client)
         with closing(make_notes(process, renderer, every_s=NOTE_EVERY_S)) as notes:
             yield AgentWorkflow(
                 agent, sessions, url, config.agent, timeout_s=timeout_s, record=record, note=notes.write
             )
+
+
+def request_s(config: Config) -> float:
+    """Longest wait within an agent's request: the episode's own limit, whose clock stands still while satellites are in
+    the queue."""
+    return config.rollout.timeout_s + queue_s(config)
 
 
 def opener(process: RoleProcess, sessions: Sessions, generator: Generator) -> Open:
