@@ -11,10 +11,12 @@ The launcher's own Python may have neither torch nor what the reward imports, th
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.containers import python_on_nodes
@@ -26,13 +28,17 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, ConfigError, UserError
 
+log = logging.getLogger(__name__)
+STARTS = 3
+
 
 def prepare(config: Config) -> None:
     """See that the processes of a run will find what they need, where they will be.
 
     Raises:
         ConfigError, DataError: as ``preflight``; of a run in a container ConfigError for both.
-        AttemptFailed: the container, or the step that was to start it, did not come up within ``limits.start_s``.
+        AttemptFailed: the container, or the step that was to start it, did not come up within ``limits.start_s``, three
+            times: a node that has just been booted, or an image that many load at once, is no end of a run of weeks.
     """
     if config.cluster.container.runtime is Runtime.NONE:
         from areal_hpc.roles.wiring.preflight import preflight
@@ -41,6 +47,15 @@ def prepare(config: Config) -> None:
         return
     words = [python_on_nodes(config.cluster), "-m", "areal_hpc.roles.preparation"]
     command = check_command(config, allocation(os.environ), words)
+    for _ in range(STARTS - 1):
+        try:
+            return _ask(command, config)
+        except AttemptFailed as error:
+            log.warning("%s; once more", error)
+    _ask(command, config)
+
+
+def _ask(command: Sequence[str], config: Config) -> None:
     limit_s = config.limits.start_s
     try:
         done = subprocess.run(  # noqa: S603  no shell

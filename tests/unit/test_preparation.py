@@ -62,3 +62,11 @@ def test_a_container_that_does_not_come_up_is_an_error_with_its_command(srun: Pa
     srun.write_text(f"#!/bin/bash\n{does}\n", encoding="utf-8")
     with pytest.raises(AttemptFailed, match=says):
         prepare(config_of("limits.start_s=0.5"))
+
+
+def test_a_container_that_does_not_come_up_once_is_tried_again(srun: Path, tmp_path: Path) -> None:
+    works = srun.read_text(encoding="utf-8").partition("\n")[2]
+    first = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 255; }}"
+    srun.write_text(f"#!/bin/bash\n{first}\n{works}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^model\.maker = 'nowhere:make' cannot be imported"):
+        prepare(config_of("model.maker=nowhere:make", f"model.path={tmp_path / 'model'}"))
