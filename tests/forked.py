@@ -124,9 +124,12 @@ def _command(words: list[str], output: Path, env: dict[str, str]) -> None:
 
 
 def role_name(process: psutil.Process) -> str | None:
-    """``trainer-0`` and the like for a role, however it was started; None for any other process."""
-    line = process.cmdline()
-    name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2]) if "areal_hpc.roles" in line else process.name()
+    """``trainer-0`` and the like for a role, however it was started; None for any other process, or one that is dead."""
+    try:
+        line = process.cmdline()
+        name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2]) if "areal_hpc.roles" in line else process.name()
+    except psutil.NoSuchProcess:  # a zombie is one, too
+        return None
     return name if ROLE.fullmatch(name) else None
 
 

@@ -223,12 +223,15 @@ def test_J8_memory_is_flat_over_thousands_of_groups() -> None:
             await runner_of(ring, engine, record=lambda kind, values: None).run(ring.stop)
 
         await groups(500)
-        gc.collect()
-        before, objects = psutil.Process().memory_info().rss, len(gc.get_objects())
-        await groups(2000)
-        gc.collect()
-        assert len(gc.get_objects()) - objects < 200
-        assert psutil.Process().memory_info().rss - before < 8 << 20
+        grown = []
+        for _ in range(2):  # a leak is in both; what the allocator happens to ask for is in one
+            gc.collect()
+            before, objects = psutil.Process().memory_info().rss, len(gc.get_objects())
+            await groups(2000)
+            gc.collect()
+            assert len(gc.get_objects()) - objects < 200
+            grown.append(psutil.Process().memory_info().rss - before)
+        assert min(grown) < 8 << 20
 
     run(test())
 
