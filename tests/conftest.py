@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def starts_processes(test_file: Path) -> bool:
     """Whether its tests wait for others than themselves, so that a busy machine may let one fail."""
-    return test_file.relative_to(TESTS).parts[0] in ("integration", "slurm", "megatron", "examples")
+    return test_file.relative_to(TESTS).parts[0] in ("integration", "slurm", "megatron", "examples", "contract")
 
 
 @pytest.fixture(scope="session")

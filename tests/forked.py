@@ -124,7 +124,7 @@ def _command(words: list[str], output: Path, env: dict[str, str]) -> None:
 
 
 def role_name(process: psutil.Process) -> str | None:
-    """``trainer-0`` and the like for a role, however it was started; None for any other process, or one that is dead."""
+    """``trainer-0`` and the like for a role, however it was started; None for others, and the dead."""
     try:
         line = process.cmdline()
         name = "-".join(line[line.index("areal_hpc.roles") + 1 :][:2]) if "areal_hpc.roles" in line else process.name()
