@@ -9,8 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+SHORTEST_S = 0.02
+"""Also for who commits each group at once: the file is looked at between two of them, too."""
 LONGEST_S = 1.0
 OF_SILENCE = 0.25
+
+
+def poll_pause_s(commit_s: float) -> float:
+    """How often what is written each ``commit_s`` is worth a look."""
+    return max(commit_s, SHORTEST_S)
 
 
 class Pace:

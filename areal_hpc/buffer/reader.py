@@ -22,7 +22,7 @@ from areal_hpc.buffer.control import Control, ControlPublisher, SlotControl, rea
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
-from areal_hpc.buffer.pace import Pace
+from areal_hpc.buffer.pace import Pace, poll_pause_s
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
@@ -72,7 +72,7 @@ class RingReader:
     ) -> None:
         assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
         self._run, self._epoch, self._num_slots = run, epoch, num_slots
-        self._poll_s = config.commit_s if poll_s is None else poll_s
+        self._poll_s = poll_pause_s(config.commit_s) if poll_s is None else poll_s
         self._discovery = Pace(discover_s, LONGEST_DISCOVERY_S)
         self._parent, self._min_free_mb = parent, config.min_free_mb
         self._registry = make_private_directory(run.ring / "reg")

@@ -18,7 +18,7 @@ from areal_hpc.buffer.control import Control, SlotControl, read_control
 from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.buffer.ledger import share, unshard
 from areal_hpc.buffer.order import FixedOrder
-from areal_hpc.buffer.pace import Pace
+from areal_hpc.buffer.pace import Pace, poll_pause_s
 from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
@@ -65,7 +65,7 @@ class RingWriter:
         if self._share < 1:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
         self._control: Control | None = None
-        self._reading = Pace(config.commit_s if poll_s is None else poll_s)
+        self._reading = Pace(poll_pause_s(config.commit_s) if poll_s is None else poll_s)
         self._next_fence_s = 0.0  # on the monotonic clock
         self._min_free_mb, self._low_space = config.min_free_mb, False
         self._reserved = self._dropped = self._serial = 0

@@ -84,11 +84,18 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
             room,
             python=python,
         )
-        satellites = _submit_satellites(config, run, number, job_id, before)
     except BaseException:
         record.unlink()
         raise
-    publish_json(record, {"job_id": job_id, "satellites": satellites, "submitter": owner})
+    told = {"job_id": job_id, "satellites": "", "submitter": owner}
+    publish_json(record, told)  # from here on the job is there, whatever becomes of its satellites
+    try:
+        satellites = _submit_satellites(config, run, number, job_id, before)
+    except SubmissionError:
+        record.unlink()  # the job is cancelled again
+        raise
+    if satellites:
+        publish_json(record, {**told, "satellites": satellites})
     return Submitted(job_id, run, batch_log(run, job_id), satellites)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.buffer.pace import Pace
+from areal_hpc.buffer.pace import Pace, poll_pause_s
 
 
 def looks(shortest_s: float, longest_s: float, news_at: set[float], until_s: float) -> list[float]:
@@ -39,3 +39,7 @@ def test_nobody_waits_a_quarter_longer_than_the_silence_lasted(shortest_s: float
 
 def test_zero_is_always() -> None:
     assert len(looks(0.0, 1.0, set(), 1.0)) == 100
+
+
+def test_who_commits_at_once_is_not_looked_at_without_end() -> None:
+    assert (poll_pause_s(0.0), poll_pause_s(0.2)) == (0.02, 0.2)
