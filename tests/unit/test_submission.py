@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -180,6 +181,19 @@ def test_satellites_are_submitted_along_with_the_run_and_join_the_attempts_that_
     assert f"#SBATCH --output={tmp_path}/quickstart/slurm/satellites/%A_%a.log" in script
     assert made.lines()[:2] == ["job 1", "satellites 71"]
     assert roles_job.satellites_of(made.run) == "71"
+
+
+def test_a_job_whose_satellites_could_not_be_written_down_stays_on_record(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(script: Path, options: Sequence[str]) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(submission, "submit_script", full)
+        submission.submit_run(config_of(tmp_path, *SATELLITES), print)
+    with pytest.raises(RunDirError, match="job 1"):
+        submission.submit_run(config_of(tmp_path, *SATELLITES), print)
 
 
 def test_satellites_that_are_still_there_serve_the_resumed_run(slurm: Slurm, tmp_path: Path) -> None:
