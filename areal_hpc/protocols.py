@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from areal_hpc.errors import CorruptRecord
 from areal_hpc.types import (
     Batch,
     Completion,
@@ -224,6 +225,10 @@ class RolloutReader(Protocol):
     def covered(self, state: Mapping[str, Any]) -> None: ...
 
     def stats(self) -> Mapping[str, float]: ...
+
+
+Fetch: TypeAlias = Callable[[Sequence[GroupRef]], list[TrajectoryGroup | CorruptRecord]]
+"""How a trainer's rank has the groups of its share, in the order of their references; damaged ones as what says so."""
 
 
 class Peers(Protocol):

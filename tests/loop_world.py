@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks
@@ -142,7 +143,7 @@ class World:
             algorithm=self.algorithm,
             ranks=ranks,
             backend=self.backend,
-            fetch=self.ring.reader.read,
+            fetch=one_by_one(self.ring.reader.read),
             reader=self.ring.reader if ranks.leads else None,
             publish=self.publish,
             behind=lambda: self.behind.pop() if self.behind else False,

@@ -18,9 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from areal_hpc.buffer.archive import ArchiveFile
+from areal_hpc.buffer.scan import intact
 from areal_hpc.errors import WaitTimeout
 from areal_hpc.fs import RunDir, make_private_directory
-from areal_hpc.types import ArchivedStep, GroupRef, TrainedStep, TrajectoryGroup
+from areal_hpc.protocols import Fetch
+from areal_hpc.types import ArchivedStep, TrainedStep
 
 MAX_BEHIND = 4
 """Steps that may wait for the thread: a step that waits holds references and log-probs, no tokens."""
@@ -34,7 +36,7 @@ class Archiver:
     Args:
         epoch: the attempt's; what earlier ones left unfinished is removed.
         every_steps: steps in one file, at most.
-        read: fetches a group from the ring; called in the thread.
+        fetch: reads groups from the ring; called in the thread.
         timeout_s: longest wait for the thread.
     """
 
@@ -44,11 +46,11 @@ class Archiver:
         epoch: int,
         *,
         every_steps: int,
-        read: Callable[[GroupRef], TrajectoryGroup],
+        fetch: Fetch,
         timeout_s: float,
     ) -> None:
         assert every_steps > 0, every_steps
-        self._run, self._every_steps, self._read, self._timeout_s = run, every_steps, read, timeout_s
+        self._run, self._every_steps, self._fetch, self._timeout_s = run, every_steps, fetch, timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="archive")
         self._pending: list[Job] = []
         self._file: ArchiveFile | None = None  # the thread's
@@ -88,7 +90,8 @@ class Archiver:
     # In the thread
 
     def _write(self, step: TrainedStep) -> None:
-        groups = {g: self._read(ref) for g, ref in enumerate(step.refs) if step.readable[g]}
+        readable = [g for g, _ in enumerate(step.refs) if step.readable[g]]
+        groups = dict(zip(readable, intact(self._fetch([step.refs[g] for g in readable])), strict=True))
         self._file = self._file or ArchiveFile(step.version)
         self._file.add(ArchivedStep(step=step, groups=groups))
         if self._file.num_steps >= self._every_steps:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_
 from areal_hpc.errors import CorruptRecord
 from areal_hpc.fs import RunDir, names_in
 from areal_hpc.patience import RETRY_PAUSES_S, naming, retried
+from areal_hpc.protocols import Fetch
 from areal_hpc.types import GroupRef, TrajectoryGroup
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
@@ -182,14 +184,54 @@ class GroupFetcher:
         for pause_s in (0.0, *RETRY_PAUSES_S):
             if pause_s:
                 self._sleep(pause_s)
-            if (group := self._read_once(ref)) is not None:
+            if (group := self._read_once([ref])[0]) is not None:
                 return group
         where = f"chain {ref.chain}, segment {ref.segment}, record {ref.seq} (offset {ref.offset})"
         raise CorruptRecord(f"{where} fails its checksum; position {ref.position} must be run again")
 
-    def _read_once(self, ref: GroupRef) -> TrajectoryGroup | None:
-        path, owner = _place(self._chains, ref.chain, ref.segment)
-        return reading(path, lambda fd: _group_at(fd, owner, ref))
+    def read_all(self, refs: Sequence[GroupRef]) -> list[TrajectoryGroup | CorruptRecord]:
+        """The groups at ``refs``, in their order, or why one cannot be had. Each segment is opened once: opening and
+        closing are requests to the metadata server that all jobs share, reading is not."""
+        found: dict[int, TrajectoryGroup | None] = {}
+
+        def segment(index: int) -> tuple[str, int]:
+            return refs[index].chain, refs[index].segment
+
+        for _, together in groupby(sorted(range(len(refs)), key=segment), key=segment):
+            indices = list(together)
+            found.update(zip(indices, self._read_once([refs[index] for index in indices]), strict=True))
+        return [found[index] or _or_damage(self.read, ref) for index, ref in enumerate(refs)]
+
+    def _read_once(self, refs: Sequence[GroupRef]) -> Sequence[TrajectoryGroup | None]:
+        """The groups at ``refs``, all in one segment, as one open shows them."""
+        path, owner = _place(self._chains, refs[0].chain, refs[0].segment)
+        groups = reading(path, lambda fd: [_group_at(fd, owner, ref) for ref in refs])
+        return [None] * len(refs) if groups is None else groups
+
+
+def intact(fetched: Iterable[TrajectoryGroup | CorruptRecord]) -> list[TrajectoryGroup]:
+    """
+    Raises:
+        CorruptRecord: one of them is damaged.
+    """
+    groups: list[TrajectoryGroup] = []
+    for each in fetched:
+        if isinstance(each, CorruptRecord):
+            raise each
+        groups.append(each)
+    return groups
+
+
+def one_by_one(read: Callable[[GroupRef], TrajectoryGroup]) -> Fetch:
+    """``read_all`` of a reader that has no better way than ``read``."""
+    return lambda refs: [_or_damage(read, ref) for ref in refs]
+
+
+def _or_damage(read: Callable[[GroupRef], TrajectoryGroup], ref: GroupRef) -> TrajectoryGroup | CorruptRecord:
+    try:
+        return read(ref)
+    except CorruptRecord as error:
+        return error
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from areal_hpc.buffer.archive import archived_steps, read_step
 from areal_hpc.buffer.chain import ChainName
 from areal_hpc.buffer.epochs import history
 from areal_hpc.buffer.records import RecordType, group_ref
-from areal_hpc.buffer.scan import ChainReader, GroupFetcher
+from areal_hpc.buffer.scan import ChainReader, GroupFetcher, intact
 from areal_hpc.errors import DataError
 from areal_hpc.fs import RunDir
 from areal_hpc.journal import Entry, Kind, entries
@@ -55,8 +55,7 @@ def _from_ring(run: RunDir, epoch: int, entry: Entry) -> ArchivedStep:
         readable=(True,) * len(refs),
         advantages=np.full(sum(len(ref.rewards) for ref in refs), np.nan, dtype=np.float32),
     )
-    fetcher = GroupFetcher(run)
-    return ArchivedStep(step=step, groups={g: fetcher.read(ref) for g, ref in enumerate(refs)})
+    return ArchivedStep(step=step, groups=dict(enumerate(intact(GroupFetcher(run).read_all(refs)))))
 
 
 def _sealed(run: RunDir, chain: str) -> dict[tuple[str, int], GroupRef]:

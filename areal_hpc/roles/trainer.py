@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, read_start
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.derived import queue_s
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import RunDir, read_if_listed, wait_for
-from areal_hpc.protocols import TrainerBackend
+from areal_hpc.protocols import Fetch, TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.fleet import Run
@@ -36,7 +37,7 @@ from areal_hpc.roles.wiring.training import (
 from areal_hpc.training.gap import GapWatch, suspects
 from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupRef, TrainedStep, TrajectoryGroup, WeightVersion
+from areal_hpc.types import GroupRef, TrainedStep, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -137,14 +138,14 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
     )
 
 
-def _fetch_of(process: RoleProcess, side: TrainerSide | None) -> Callable[[GroupRef], TrajectoryGroup]:
+def _fetch_of(process: RoleProcess, side: TrainerSide | None) -> Fetch:
     """How this rank reads the groups of its share."""
     if not is_offline(process.config.algorithm):
         return make_fetch(process)
     if side is not None:
-        return side.reader.read  # it has just made them
+        return one_by_one(side.reader.read)  # it has just made them
     make = answers_at(process.config)
-    return lambda ref: make(ref.position)
+    return one_by_one(lambda ref: make(ref.position))
 
 
 class Member:

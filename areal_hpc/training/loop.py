@@ -33,7 +33,7 @@ from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.protocols import Peers, RolloutReader, TrainerBackend
+from areal_hpc.protocols import Fetch, Peers, RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
 from areal_hpc.training.credit import assess
 from areal_hpc.training.ranks import Ranks
@@ -87,7 +87,7 @@ class TrainingLoop:
     algorithm: AlgorithmConfig
     ranks: Ranks
     backend: TrainerBackend
-    fetch: Callable[[GroupRef], TrajectoryGroup]
+    fetch: Fetch
     reader: RolloutReader | None
     """The ring's trainer end; on rank 0 only."""
     publish: Callable[[int, Weights], Mapping[str, float]]
@@ -236,12 +236,12 @@ class TrainingLoop:
         """The needed groups that are readable, and which of all [N] are damaged: left out everywhere, issued again."""
         groups: dict[int, TrajectoryGroup] = {}
         damaged = np.zeros(len(refs), dtype=np.bool_)
-        for index in needed:
-            try:
-                groups[index] = self.fetch(refs[index])
-            except CorruptRecord as error:
-                log.warning("left out of step %d: %s", self.step + 1, error)
+        for index, fetched in zip(needed, self.fetch([refs[index] for index in needed]), strict=True):
+            if isinstance(fetched, CorruptRecord):
+                log.warning("left out of step %d: %s", self.step + 1, fetched)
                 damaged[index] = True
+            else:
+                groups[index] = fetched
         damaged = self.ranks.any_each(damaged)
         for index in np.flatnonzero(damaged).tolist():
             groups.pop(index, None)

@@ -6,8 +6,9 @@
     service    client ──> service ──> engine client ──> engine     session, template, log-probs, versions, commit
     litellm    client ──> LiteLLM's proxy ───────────> engine      where PYTHON has ``litellm[proxy]`` installed
 
-The engine is a stub that answers at once, the same process for all; every party is a process of its own, and the three
-ways take turns, request by request, so that whatever else the machine does meets all alike. What a way adds is the
+The engine is a stub that answers at once, the same process for all, and every party is a process of its own. Each way
+takes turns with the direct one, request by request, so that whatever else the machine does meets both; LiteLLM comes
+after the service, since it works on after its answers, when others are being measured. What a way adds is the
 difference of its median to the direct one's. Writes ``proxy.json`` and ``proxy.png`` and prints a table.
 """
 
@@ -18,6 +19,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -50,6 +52,8 @@ WARM_UP, STREAMS, STREAMED_TOKEN_S = 20, 500, 0.01
 START_LIMIT_S = 180.0
 BATCH = 50
 """Sessions at once where memory is measured, and between two readings of it a twentieth of all."""
+LITELLM_KEY = "sk-" + secrets.token_hex(16)
+"""Without one it does not start; requests bring it, as they bring a key to ours."""
 LITELLM = """
 import socket, sys, uvicorn
 from litellm.proxy.proxy_server import app
@@ -190,12 +194,18 @@ def hosted(kind: str, *arguments: Any) -> Iterator[tuple[str, int]]:
 def litellm(python: str, engine_url: str, scratch: Path) -> Iterator[str]:
     """LiteLLM's proxy in front of the engine."""
     parameters = {"model": "openai/policy", "api_base": f"{engine_url}/v1", "api_key": "none"}
-    config = scratch / "litellm.json"  # JSON is YAML
+    config = scratch / "litellm.yaml"  # JSON is YAML, and no other name is read
     config.write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": parameters}]}))
     log = scratch / "litellm.log"
     process = subprocess.Popen(
         [python, "-c", LITELLM],
-        env={**os.environ, "CONFIG_FILE_PATH": str(config), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""},
+        env={
+            **os.environ,
+            "CONFIG_FILE_PATH": str(config),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_MASTER_KEY": LITELLM_KEY,
+            "PYTHONPATH": "",
+        },
         stdout=subprocess.PIPE,
         stderr=log.open("wb"),
         text=True,
@@ -203,27 +213,27 @@ def litellm(python: str, engine_url: str, scratch: Path) -> Iterator[str]:
     try:
         assert process.stdout is not None
         port = next((line.split()[1] for line in process.stdout if line.startswith("port ")), "")
-        if not port:
+        url = f"http://127.0.0.1:{port}"
+        if not port or not asyncio.run(alive(f"{url}/health/liveliness", process)):
             last = log.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise RuntimeError(f"LiteLLM's proxy did not start: {last}")
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(alive(f"{url}/health/liveliness"))
         yield url
     finally:
         process.kill()
         process.wait()
 
 
-async def alive(url: str) -> None:
-    """Ask until somebody answers."""
+async def alive(url: str, process: subprocess.Popen[str]) -> bool:
+    """Ask until it answers; False where it ends instead."""
     async with asyncio.timeout(START_LIMIT_S), aiohttp.ClientSession() as http:
-        while True:
+        while process.poll() is None:
             try:
                 async with http.get(url) as answer:
                     if answer.status == 200:
-                        return
+                        return True
             except aiohttp.ClientError:  # it listens before it serves
                 await asyncio.sleep(0.2)
+    return False
 
 
 # -- what is measured
@@ -248,7 +258,7 @@ async def ask(http: aiohttp.ClientSession, way: Way, prompt: str) -> float:
     ) as answer:
         told = await answer.json()
     seconds = time.perf_counter() - began
-    assert told["choices"][0]["message"]["content"] == ANSWER, told
+    assert told.get("choices", [{}])[0].get("message", {}).get("content") == ANSWER, told
     return seconds
 
 
@@ -258,7 +268,7 @@ async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[s
     async with connected() as http:
         for number in range(WARM_UP + rounds):
             for name, url in ways.items():
-                way = await start(http, url) if name == "service" else Way(url, "none")
+                way = await start(http, url) if name == "service" else Way(url, LITELLM_KEY)
                 seconds = await ask(http, way, prompt)
                 if number >= WARM_UP:
                     taken[name].append(1000 * seconds)
@@ -271,6 +281,12 @@ async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[s
         }
         for name, values in taken.items()
     }
+
+
+def beside(name: str, url: str, engine_url: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """``latencies`` of one way and the direct one, for each prompt."""
+    ways = {"direct": engine_url, name: url}
+    return {length: asyncio.run(latencies(ways, prompt, rounds)) for length, prompt in PROMPTS.items()}
 
 
 async def streams(url: str, number: int) -> dict[str, Any]:
@@ -368,12 +384,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="areal-proxy-") as scratch:
         token_ids = said(make_dialogue(Path(scratch), "hermes"), ANSWER)
         with hosted("engine", token_ids) as (engine_url, _), hosted("service", scratch, engine_url) as (url, pid):
-            ways = {"direct": engine_url, "service": url}
-            with litellm(chosen.litellm, engine_url, Path(scratch)) if chosen.litellm else _nothing() as other:
-                ways |= {"litellm": other} if other else {}
-                result["latency"] = {
-                    name: asyncio.run(latencies(ways, prompt, chosen.rounds)) for name, prompt in PROMPTS.items()
-                }
+            result["latency"] = beside("service", url, engine_url, chosen.rounds)
+            if chosen.litellm:
+                with litellm(chosen.litellm, engine_url, Path(scratch)) as other:
+                    theirs = beside("litellm", other, engine_url, chosen.rounds)
+                for prompt, ways in result["latency"].items():
+                    ways["litellm"] = theirs[prompt]["litellm"]
             result["streams"] = asyncio.run(streams(url, chosen.streams))
             result["memory"] = asyncio.run(memory(url, pid, chosen.sessions))
     for prompt, rows in result["latency"].items():
@@ -389,11 +405,6 @@ def main() -> int:
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(result, Path(__file__).with_suffix(".png"))
     return 1 if result["streams"]["failed"] else 0
-
-
-@contextmanager
-def _nothing() -> Iterator[str]:
-    yield ""
 
 
 if __name__ == "__main__":

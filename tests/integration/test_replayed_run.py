@@ -18,6 +18,7 @@ from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.replay import ReplayReader
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig, Level, NormConfig
 from areal_hpc.config.schema import OptimizerConfig, TrainerConfig
 from areal_hpc.errors import CorruptRecord
@@ -83,7 +84,7 @@ def train(
         algorithm=ALGORITHM,
         ranks=Ranks(),
         backend=backend,
-        fetch=fetch,
+        fetch=one_by_one(fetch),
         reader=reader,
         publish=lambda _version, _weights: {},
         commit=lambda _step: None,
@@ -120,7 +121,7 @@ def test_a_replayed_loop_makes_the_same_weights_and_the_same_records(model: Path
             raise CorruptRecord("position 5 fails its checksum")
         return ring.reader.read(ref)
 
-    archiver = Archiver(run, 1, every_steps=3, read=fetch, timeout_s=10)
+    archiver = Archiver(run, 1, every_steps=3, fetch=one_by_one(fetch), timeout_s=10)
     weights, records = train(model, ring.reader, fetch, archive=archiver.add, stop_requested=produce)
     archiver.seal()()
     archiver.close()

@@ -15,6 +15,7 @@ import pytest
 from areal_hpc.algorithms.table import find
 from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.offline import OfflineReader
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.recipes import RECIPES
 from areal_hpc.config.resolve import read_config
@@ -136,7 +137,7 @@ class Run:
             algorithm=config.algorithm,
             ranks=Ranks(),
             backend=self.backend,
-            fetch=ring.reader.read,
+            fetch=one_by_one(ring.reader.read),
             reader=ring.reader,
             publish=lambda version, weights: {},
             commit=lambda step: None,
@@ -198,7 +199,7 @@ def test_ten_steps_on_given_answers_lower_the_loss(file: Path, quickstart_model:
         algorithm=config.algorithm,
         ranks=Ranks(),
         backend=backend,
-        fetch=reader.read,
+        fetch=one_by_one(reader.read),
         reader=reader,
         publish=keep_weights,
         commit=lambda step: None,

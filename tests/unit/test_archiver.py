@@ -12,6 +12,7 @@ from archived import assert_equal, group, step_with, trajectory
 from areal_hpc.buffer import archive
 from areal_hpc.buffer.archive import read_step
 from areal_hpc.buffer.archiver import MAX_BEHIND, Archiver
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.errors import CorruptRecord, WaitTimeout
 from areal_hpc.fs import RunDir
 from areal_hpc.types import ArchivedStep, GroupRef, TrajectoryGroup, WeightVersion
@@ -50,7 +51,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def archiver(run: RunDir, ring: Ring) -> Iterator[Archiver]:
-    made = Archiver(run, 1, every_steps=3, read=ring.read, timeout_s=10)
+    made = Archiver(run, 1, every_steps=3, fetch=one_by_one(ring.read), timeout_s=10)
     yield made
     ring.gate.set()
     made.close()
@@ -86,7 +87,7 @@ def test_a_checkpoint_waits_for_what_it_covers_and_the_loop_does_not(
 
 
 def test_a_thread_that_does_not_catch_up_is_waited_for_and_named(run: RunDir, ring: Ring) -> None:
-    archiver = Archiver(run, 1, every_steps=3, read=ring.read, timeout_s=0.05)
+    archiver = Archiver(run, 1, every_steps=3, fetch=one_by_one(ring.read), timeout_s=0.05)
     ring.gate.clear()
     for number in range(1, MAX_BEHIND + 1):
         archiver.add(ring.steps[number].step)
@@ -129,5 +130,5 @@ def test_what_a_killed_attempt_left_unfinished_is_removed_by_the_next(run: RunDi
     sealed = run.archive / "steps-00000001-00000002.e00000001.h5"
     for path in (left, own, sealed):
         path.touch()
-    Archiver(run, 2, every_steps=1, read=ring.read, timeout_s=1).close()
+    Archiver(run, 2, every_steps=1, fetch=one_by_one(ring.read), timeout_s=1).close()
     assert files(run) == [own.name, sealed.name]

@@ -16,6 +16,7 @@ import pytest
 from loop_world import GROUP_SIZE, Backend, World, branched, expected_advantage, reward
 from numpy.typing import NDArray
 
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import ProximalMethod
 from areal_hpc.errors import CorruptRecord
 from areal_hpc.training.ranks import Ranks
@@ -153,15 +154,15 @@ def test_I14_a_steps_reward_is_the_one_that_is_trained_as_a_mean_over_episodes()
 def damaged(world: World, *positions: int) -> Callable[[GroupRef], TrajectoryGroup]:
     """A fetch that fails for these positions, once each."""
     left = set(positions)
-    fetch = world.loop.fetch
+    read = world.ring.reader.read
 
-    def fetch_or_fail(ref: GroupRef) -> TrajectoryGroup:
+    def read_or_fail(ref: GroupRef) -> TrajectoryGroup:
         if ref.position in left:
             left.remove(ref.position)
             raise CorruptRecord(f"position {ref.position} fails its checksum")
-        return fetch(ref)
+        return read(ref)
 
-    return fetch_or_fail
+    return one_by_one(read_or_fail)
 
 
 @pytest.mark.parametrize("bad", [(1,), (0, 1)], ids=["one", "the whole step"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from areal_hpc.buffer.memory import MemoryRing
+from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.prompts import Dataset, PromptStream
@@ -94,7 +95,7 @@ class Run:
             algorithm=AlgorithmConfig(groups_per_step=self.batch, minibatches=self.minibatches),
             ranks=Ranks(),
             backend=self,
-            fetch=self.ring.reader.read,
+            fetch=one_by_one(self.ring.reader.read),
             reader=self.ring.reader,
             publish=publish,
             commit=self.commit,

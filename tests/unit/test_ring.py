@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from areal_hpc.buffer import control, scan
 from areal_hpc.buffer.control import Control, publish_control, read_control
 from areal_hpc.buffer.epochs import claim_epoch, read_start, sweep
 from areal_hpc.buffer.reader import RingReader
-from areal_hpc.buffer.scan import GroupFetcher
+from areal_hpc.buffer.scan import GroupFetcher, intact
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import CorruptRecord, Fenced, RunDirError
@@ -49,9 +50,9 @@ def new_reader(run: RunDir, **resume: Any) -> RingReader:
     return reader
 
 
-def new_writer(run: RunDir, reader: RingReader) -> RingWriter:
-    epoch = reader._epoch
-    writer = RingWriter(run, epoch, slot=0, num_slots=1, config=CONFIG, capacity=CAPACITY, poll_s=0, fence_s=0)
+def new_writer(run: RunDir, reader: RingReader, **changes: Any) -> RingWriter:
+    epoch, config = reader._epoch, replace(CONFIG, **changes)
+    writer = RingWriter(run, epoch, slot=0, num_slots=1, config=config, capacity=CAPACITY, poll_s=0, fence_s=0)
     reader.claim(1000, WeightVersion(epoch, 0))
     return writer
 
@@ -168,6 +169,31 @@ def test_damaged_bytes_are_named_and_their_prompt_runs_again(
     reader.discard(bad, Drop.CORRUPT)
     reader.release(WeightVersion(reader._epoch, 1))
     assert writer.reissues() == [0]
+
+
+def test_a_batch_opens_each_segment_once_and_names_what_is_damaged(
+    run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of one segment, out of order, and one of another chain between them."""
+    monkeypatch.setattr(scan, "RETRY_PAUSES_S", (0.0,))
+    writer = new_writer(run, reader, segment_mb=1.0)
+    produce(writer, 0, 1, 2)
+    writer.close()
+    writer = new_writer(run, reader, segment_mb=1.0)
+    produce(writer, 3)
+    refs = reader.claim(4, WeightVersion(reader._epoch, 0))
+    assert [ref.position for ref in refs] == [0, 1, 2, 3] and len({ref.segment for ref in refs[:3]}) == 1
+    damage(run, refs[1])
+    opened, real = [], os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *args, **options: (opened.append(path), real(path, *args, **options))[1]
+    )
+    first, other, damaged, last = GroupFetcher(run).read_all([refs[2], refs[3], refs[1], refs[0]])
+    assert [group.position for group in (first, other, last)] == [2, 3, 0]
+    assert isinstance(damaged, CorruptRecord) and "position 1" in str(damaged)
+    assert len(opened) == 2 + 2, "two segments, and twice more for the damaged one"
+    with pytest.raises(CorruptRecord, match="position 1"):
+        intact([first, damaged])
 
 
 def test_old_pages_are_read_again(run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
-from areal_hpc.buffer.scan import GroupFetcher
+from areal_hpc.buffer.scan import GroupFetcher, one_by_one
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
@@ -23,12 +23,12 @@ from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, Tran
 from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
-from areal_hpc.protocols import TrainerBackend, WeightTarget, WeightTransport
+from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import Roster, dotted
 from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, GroupRef, TrajectoryGroup, WeightVersion
+from areal_hpc.types import GroupAddress, WeightVersion
 from areal_hpc.waits import waiting
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
@@ -38,10 +38,10 @@ RANKS_GROUP = "trainer"
 MIB = 1 << 20
 
 
-def make_fetch(process: RoleProcess) -> Callable[[GroupRef], TrajectoryGroup]:
+def make_fetch(process: RoleProcess) -> Fetch:
     """How a trainer rank reads the groups of its share."""
     source = process.config.replay.run
-    return ReplayReader(RunDir.open(Path(source))).read if source else GroupFetcher(process.run).read
+    return one_by_one(ReplayReader(RunDir.open(Path(source))).read) if source else GroupFetcher(process.run).read_all
 
 
 def join_ranks(process: RoleProcess) -> Ranks:
@@ -176,7 +176,7 @@ def _make_archiver(process: RoleProcess) -> Archiver | None:
         process.run,
         process.epoch,
         every_steps=config.archive.every_steps,
-        read=make_fetch(process),
+        fetch=make_fetch(process),
         timeout_s=config.limits.starve_s,
     )
 
