@@ -187,12 +187,12 @@ def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
 
 
 def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
-    """The group that ``encode_group`` was given; its arrays may be written to and share one copy of ``body``.
+    """The group that ``encode_group`` was given; its arrays are views of ``body``, which nobody writes to.
 
     Raises:
         CorruptRecord: the metadata does not describe this body (written by something else; the checksums were right).
     """
-    columns = _columns(meta["columns"], bytearray(body))
+    columns = _columns(meta["columns"], body)
     ends = list(accumulate(meta["lengths"], initial=0))
     if any(columns[name].size != ends[-1] for name in COLUMNS):
         raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
@@ -212,7 +212,7 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
     )
 
 
-def _columns(table: list[tuple[str, str, int]], body: bytearray) -> dict[str, NDArray[Any]]:
+def _columns(table: list[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
     columns, offset = {}, 0
     for name, dtype, count in table:
         size = np.dtype(dtype).itemsize * count
