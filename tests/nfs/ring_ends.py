@@ -19,6 +19,7 @@ import numpy as np
 
 from areal_hpc.buffer.epochs import check_fence, claim_epoch
 from areal_hpc.buffer.reader import RingReader
+from areal_hpc.buffer.scan import GroupFetcher, intact
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import RunDir, publish_json, read_if_listed
@@ -83,6 +84,7 @@ class Trainer:
             parent = WeightVersion(*saved["version"])
             resume, step = {"state": saved["ring"], "parent": parent}, parent.step
         self.reader = RingReader(self.run, self.epoch, num_slots=num_slots, config=CONFIG, capacity=CAPACITY, **resume)
+        self.fetcher = GroupFetcher(self.run)
         self.version = WeightVersion(self.epoch, step)
         self._tell_what_becomes_visible()
         self.reader.write_start(self.version, "data")
@@ -104,9 +106,8 @@ class Trainer:
         while (refs := self.reader.claim(GROUPS_PER_STEP, self.version)) is None:
             assert time.monotonic() < deadline, self.reader.waiting_for()
             time.sleep(CLAIM_POLL_S)
-        for ref in refs:
+        for ref, group in zip(refs, intact(self.fetcher.read_all(refs)), strict=True):
             assert self.version.step - ref.version.step <= MAX_STALENESS
-            group = self.reader.read(ref)
             assert all(set(one.token_ids) == {ref.position} for one in group.trajectories)
         check_fence(self.run, self.epoch)
         self.version = WeightVersion(self.epoch, self.version.step + 1)

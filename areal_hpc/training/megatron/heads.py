@@ -48,9 +48,11 @@ class Words:
         head = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         head = model.output_layer.weight if head is None else head
         first = group.rank() * head.shape[0]
+        words = self._vocab_size - first
+        head = head if words >= len(head) else head[:words]  # the gradient of a part is made of zeros of the whole
         logprobs, entropy = split_logprobs(
             hidden[on(self._place, packed.rows)],
-            head[: self._vocab_size - first],
+            head,
             on(self._place, packed.targets),
             first=first,
             temperature=self._temperature,

@@ -57,7 +57,9 @@ def split_logprobs(
 def _chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    logits = linear(hidden, weight).float() / temperature  # [C, V / ranks]
+    logits = linear(hidden, weight).float()  # [C, V / ranks]: no pass over it is for nothing
+    if temperature != 1.0:
+        logits = logits / temperature
     logprobs, entropy = _SplitLogSoftmax.apply(logits, targets, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy.detach()
 
@@ -76,11 +78,11 @@ class _SplitLogSoftmax(torch.autograd.Function):
         places = targets.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         chosen = torch.where(here, shifted.gather(-1, places).squeeze(-1), 0.0)
         weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), chosen])
+        sums = torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1), chosen])
         if together:
             dist.all_reduce(sums, group=group)
         total, weighted, chosen = sums
-        ctx.save_for_backward(weights / total.unsqueeze(-1), places, here)
+        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)), places, here)
         return chosen - total.log(), total.log() - weighted / total
 
     @staticmethod
@@ -88,6 +90,6 @@ class _SplitLogSoftmax(torch.autograd.Function):
         """d log-prob / d logit is (1 where the logit is the target's) - its probability."""
         probabilities, places, here = ctx.saved_tensors
         gradient = gradients[0].unsqueeze(-1)
-        found = -probabilities * gradient
+        found = probabilities * -gradient
         found.scatter_add_(-1, places, gradient * here.unsqueeze(-1))
         return found, None, None
