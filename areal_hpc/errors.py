@@ -11,6 +11,7 @@
     ├── CorruptRecord                 bytes that fail their checksum; names chain, segment and sequence number
     ├── Fenced                        a newer attempt owns the run; this process must stop and publish nothing
     ├── GenerationError               an engine answered with an error, garbage, or not at all
+    │   └── RequestRefused            it will not answer this request, however often it is asked
     ├── WeightUpdateError             an engine did not take the new weights whole; names the engine
     ├── RewardError                   a reward function raised, hung, or returned no finite number
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
@@ -67,6 +68,10 @@ class Fenced(ArealError):
 
 class GenerationError(ArealError):
     """An engine could not answer a request; the sample counts as failed, never as wrong."""
+
+
+class RequestRefused(GenerationError):
+    """An engine says what is wrong with a request; it would say so again, and so would its like."""
 
 
 class WeightUpdateError(ArealError):

@@ -27,6 +27,9 @@ BoolArray = NDArray[np.bool_]
 Message = Mapping[str, Any]
 """One chat message in the OpenAI shape: at least ``role`` and ``content``."""
 
+TokenLogprob = tuple[float, int]
+"""(log-prob, token id)"""
+
 NOT_SAMPLED = -1
 """Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
 
@@ -89,6 +92,14 @@ class Sampling:
     json_schema: str = ""
     """JSON schema, as JSON, that the answer is forced to follow; empty is any text. Log-probs are those of what it
     leaves (``dialogue.grammar``)."""
+    structural_tag: str = ""
+    """Which texts in an answer begin something of a fixed form, such as a call of a tool, and that form, as SGLang's
+    JSON; empty is any text. Log-probs as with a schema; there is at most one of the two."""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a grammar narrows what may be sampled."""
+        return bool(self.json_schema or self.structural_tag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +114,8 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     sampling: Sampling
     session: str = ""
+    num_top: int = 0
+    """How many of the likeliest tokens are told at each place of the answer."""
     on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 
 
@@ -119,6 +132,8 @@ class Completion:
     versions: Int32Array  # [T], the weight step that sampled each token
     stop: StopReason
     text: str = ""
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """[T] of up to ``num_top`` each, the likeliest first; empty where none were asked for."""
 
     def __post_init__(self) -> None:
         if not self.token_ids.shape == self.logprobs.shape == self.versions.shape:

@@ -5,10 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import real_sglang
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from areal_hpc.dialogue.renderer import ChatRenderer
 
 TESTS = Path(__file__).parent
 
@@ -34,6 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def starts_processes(test_file: Path) -> bool:
     """Whether its tests wait for others than themselves, so that a busy machine may let one fail."""
     return test_file.relative_to(TESTS).parts[0] in ("integration", "slurm", "megatron", "examples", "contract")
+
+
+@pytest.fixture(scope="session")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, ChatRenderer]":
+    """A renderer of each model family, which no test changes."""
+    from dialogues import FAMILIES, make_dialogue
+
+    return {family: make_dialogue(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def hermes(dialogues: "dict[str, ChatRenderer]") -> "ChatRenderer":
+    return dialogues["hermes"]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -14,14 +14,24 @@ from dialogues import said
 
 from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.errors import GenerationError
 from areal_hpc.generation.scripted import Scripted, ScriptedGenerator
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.online import Online
 from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.roles.wiring.agents import make_dialect
-from areal_hpc.types import GenerationRequest, Sampling
+from areal_hpc.types import Completion, GenerationRequest, Sampling
 
 ADMIN = "an-admin-token"
+USER = {"role": "user", "content": "hi"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+STREAMS = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 99},
+}
 Script = Sequence[str | Sequence[int]] | Callable[[GenerationRequest], Scripted]
 
 
@@ -115,3 +125,38 @@ def run(scenario: Awaitable[None]) -> None:
         await asyncio.wait_for(scenario, 30)
 
     asyncio.run(limited())
+
+
+class Gated:
+    """An engine that gives one token for each ``next``; ``fail`` instead of a token breaks it."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids, self._steps = token_ids, asyncio.Queue[bool]()
+        self.cancelled = False
+
+    def next(self, *, fail: bool = False) -> None:
+        self._steps.put_nowait(fail)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        try:
+            for token in self._token_ids:
+                if await self._steps.get():
+                    raise GenerationError("the engine is gone")
+                if request.on_tokens is not None:
+                    request.on_tokens([token])
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return await ScriptedGenerator([self._token_ids]).generate(replace(request, on_tokens=None))
+
+    async def close(self) -> None: ...
+
+
+def text_of(path: str, data: Any) -> str:
+    """The text that one event adds."""
+    if path == "/v1/messages":
+        return str(data.get("delta", {}).get("text", "")) if data["type"] == "content_block_delta" else ""
+    if path == "/v1/responses":
+        return str(data["delta"]) if data["type"] == "response.output_text.delta" else ""
+    choice = data["choices"][0] if data.get("choices") else {}
+    return str(choice.get("text") or choice.get("delta", {}).get("content") or "")

@@ -1,7 +1,7 @@
-"""Which tokens may come next in JSON of a schema: what forces structured output, token by token.
+"""Which tokens may come next in JSON of a schema, or in calls of strict tools: what forces them, token by token.
 
     grammars = Grammars(tokenizer, eos_token_ids, vocab_size)
-    matcher = grammars.matcher(schema)              one for each answer
+    matcher = grammars.matcher(schema=schema)       one for each answer; or structural_tag=...
     allowed = matcher.allowed()                     bool [V]; before each token
     matcher.take(token)
 
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_hpc.dialogue.structural_tag import TEXT_TOKENS, lark_of
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.extras import optional
 
@@ -48,9 +49,19 @@ def grammar_of(schema: str) -> str:
         grammar: str = matcher.grammar_from_json_schema(schema, overrides=LAYOUT)
     except ValueError as error:
         raise DataError(f"the schema cannot be forced: {error}; simplify it") from error
-    failed, told = matcher.validate_grammar_with_warnings(grammar)
+    return _valid(grammar, "the schema")
+
+
+@functools.lru_cache(maxsize=256)
+def grammar_of_tag(structural_tag: str) -> str:
+    """The same of a structural tag. Raises as ``grammar_of``."""
+    return _valid(_llguidance().LLMatcher.grammar_from_lark(lark_of(structural_tag, LAYOUT)), "the structural_tag")
+
+
+def _valid(grammar: str, what: str) -> str:
+    failed, told = _llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
-        raise DataError(f"the schema cannot be forced: {told[0].partition(chr(10))[0]}; simplify it")
+        raise DataError(f"{what} cannot be forced: {told[0].partition(chr(10))[0]}; simplify it")
     return grammar
 
 
@@ -77,14 +88,39 @@ class Grammars:
     @functools.cached_property
     def _tokens(self) -> Any:
         """Made at the first use: a second for a vocabulary of a hundred thousand tokens."""
-        text = self._tokenizer.backend_tokenizer.to_str()
         size = max(self._vocab_size, len(self._tokenizer))
-        return _llguidance().LLTokenizer(text, n_vocab=size, eos_token=self._eos)
+        read = _llguidance().LLTokenizer(self._tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=self._eos)
+        return _llguidance().LLTokenizer(
+            _llguidance().TokenizerWrapper(_Vocabulary(read, self._tokenizer)), eos_token=self._eos
+        )
 
-    def matcher(self, schema: str) -> Matcher:
-        """Raises DataError and ConfigError as ``grammar_of``."""
-        matcher = _llguidance().LLMatcher(self._tokens, grammar_of(schema), log_level=0)
+    def matcher(self, *, schema: str = "", structural_tag: str = "") -> Matcher:
+        """For one of the two, which are JSON. Raises DataError and ConfigError as ``grammar_of``."""
+        assert bool(schema) != bool(structural_tag), "an answer is held to a schema or to a tag"
+        grammar = grammar_of(schema) if schema else grammar_of_tag(structural_tag)
+        matcher = _llguidance().LLMatcher(self._tokens, grammar, log_level=0)
         return Matcher(matcher, self._eos, self._vocab_size)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it, but for ``TEXT_TOKENS``: it takes whatever is written <so> for special.
+
+    Args:
+        read: llguidance's reading.
+    """
+
+    def __init__(self, read: Any, tokenizer: Any) -> None:
+        self.eos_token_id, self.bos_token_id = read.eos_token, None
+        self.tokens = [read.decode_bytes([token]) for token in range(read.vocab_size)]
+        words = {word.encode() for word in TEXT_TOKENS}
+        self.special_token_ids = [
+            token for token, spelled in enumerate(self.tokens) if read.is_special_token(token) and spelled not in words
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
 
 class Matcher:

@@ -78,12 +78,13 @@ def _parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def json_value(text: str) -> Any:
     """What ``text`` says as JSON, or the text itself where it is none."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return text
 
 
-def _refuse(constant: str) -> Any:
+def refuse_constant(constant: str) -> Any:
+    """For a reader of JSON: NaN and infinities are none. Raises ValueError."""
     raise ValueError(f"{constant} is not JSON")
 
 

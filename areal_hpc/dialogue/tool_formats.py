@@ -51,6 +51,10 @@ class ToolFormat:
     parse: Callable[[str, Kinds], Found]
     opening: Callable[[str], str]
     """The beginning of a call to the named tool, or to any for an empty name: what forces the model to make it."""
+    closing: str = ""
+    """What follows arguments that are JSON, at the end of a call; empty where a call cannot be held to a schema."""
+    trigger: str = ""
+    """What begins every call and nothing else, wherever it stands; empty where calls begin like other answers."""
 
 
 def kinds_of(tools: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
@@ -238,7 +242,13 @@ def _opening(text: str, named: str) -> Callable[[str], str]:
     return lambda name: named % name if name else text
 
 
-JSON_TAGS = ToolFormat(markers=("<tool_call>", "<function="), parse=_tagged, opening=_open_tag)
+JSON_TAGS = ToolFormat(
+    markers=("<tool_call>", "<function="),
+    parse=_tagged,
+    opening=_open_tag,
+    closing="}\n</tool_call>",
+    trigger="<tool_call>",
+)
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": JSON_TAGS,
     "qwen": JSON_TAGS,
@@ -251,6 +261,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         bare=("{", "["),
         parse=_bare,
         opening=_opening('{"name": "', '{"name": "%s", "parameters": '),
+        closing="}",
     ),
     "deepseek": ToolFormat(
         markers=(DEEPSEEK_BEGIN,),

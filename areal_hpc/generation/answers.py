@@ -8,18 +8,23 @@ known to serve before the request was sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason, TokenLogprob
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+LONGEST_REASON = 300
 
 
 class BadAnswer(Exception):
     """An engine's answer cannot be used; the client turns this into a GenerationError that names the engine."""
+
+
+class Refusal(BadAnswer):
+    """The engine says that something is wrong with the request; the client turns this into a RequestRefused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +36,25 @@ class Answer:
     versions: tuple[int, ...]
     stop: StopReason
     text: str
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
 
 def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) -> dict[str, Any]:
     """The body that asks for what is still missing after the tokens ``so_far``; the budget left is exact.
 
     Raises:
-        BadAnswer: an engine would hold the rest alone to the request's schema.
+        BadAnswer: an engine would hold the rest alone to the request's grammar.
     """
-    if so_far and request.sampling.json_schema:
-        raise BadAnswer("it was interrupted, and cannot go on in the middle of a JSON schema; ask again")
+    if so_far and request.sampling.is_forced:
+        raise BadAnswer("it was interrupted, and cannot go on in the middle of a grammar; ask again")
+    tops = {"top_logprobs_num": request.num_top} if request.num_top else {}
     return {
         "rid": rid,
         "input_ids": [*request.token_ids, *so_far],
         "sampling_params": sampling_params(request.sampling, request.sampling.max_new_tokens - len(so_far)),
         "return_logprob": True,
         "logprob_start_len": -1,
+        **tops,
         "stream": request.on_tokens is not None,
     }
 
@@ -77,8 +85,9 @@ def sampling_params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
-    if sampling.json_schema:
-        params["json_schema"] = sampling.json_schema
+    for grammar in ("json_schema", "structural_tag"):
+        if getattr(sampling, grammar):
+            params[grammar] = getattr(sampling, grammar)
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return params
@@ -98,7 +107,7 @@ def version_number(label: Any, default: int) -> int:
         raise BadAnswer(f"its weight version is {label!r}, where a step number was expected") from error
 
 
-def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
+def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place: bool, num_top: int = 0) -> Answer:
     """One answer of ``/generate``, checked.
 
     Args:
@@ -106,14 +115,24 @@ def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place:
         pinned: version the engine was known to serve before the request was sent.
         initial: version that the label "default" stands for.
         in_place: updates freeze running requests, so that one answer may span versions; else they interrupt them.
+        num_top: how many of the likeliest tokens were asked for at each place.
 
     Raises:
+        Refusal: it is none, but what is wrong with the request.
         BadAnswer: anything does not add up.
     """
     try:
-        return _parsed(body, budget, pinned, initial, in_place)
+        if "meta_info" not in body and "error" in body:  # how a streamed request is refused
+            raise Refusal(reason_of(body))
+        return replace(_parsed(body, budget, pinned, initial, in_place), top_logprobs=_tops(body, num_top))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
+
+
+def reason_of(refusal: Any) -> str:
+    """What a refused request's answer says of it."""
+    error = refusal.get("error") if isinstance(refusal, Mapping) else None
+    return str(error.get("message") if isinstance(error, Mapping) else refusal)[:LONGEST_REASON]
 
 
 def _parsed(body: Any, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
@@ -146,6 +165,16 @@ def _tokens(output_ids: Any, rows: Any) -> tuple[tuple[int, ...], tuple[float, .
     return tuple(output_ids), logprobs
 
 
+def _tops(body: Any, num_top: int) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """The likeliest tokens at each place; rows are as ``_tokens`` has them."""
+    if not num_top:
+        return ()
+    places = body["meta_info"]["output_top_logprobs"]
+    if len(places) != len(body["output_ids"]):
+        raise BadAnswer(f"it tells the likeliest tokens of {len(places)} places for {len(body['output_ids'])} tokens")
+    return tuple(tuple((float(row[0]), int(row[1])) for row in rows or ()) for rows in places)
+
+
 def _versions(meta: Mapping[str, Any], num_tokens: int, pinned: int, initial: int, in_place: bool) -> tuple[int, ...]:
     """Which weights sampled each token.
 
@@ -171,6 +200,8 @@ def _versions(meta: Mapping[str, Any], num_tokens: int, pinned: int, initial: in
 def _stop(reason: Any) -> StopReason:
     if not isinstance(reason, Mapping) or reason.get("type") not in tuple(StopReason):
         raise BadAnswer(f"its finish reason is {reason!r}")
+    if reason["type"] == StopReason.ABORT and reason.get("status_code") == 400:
+        raise Refusal(str(reason.get("message")))
     if reason["type"] == StopReason.ABORT and reason.get("status_code"):
         raise BadAnswer(f"it gave the request up: {reason.get('message')} (status {reason['status_code']})")
     return StopReason(reason["type"])
@@ -191,4 +222,5 @@ def join_answers(answers: Sequence[Answer], budget: int) -> Completion:
         versions=np.array([version for answer in answers for version in answer.versions], dtype=np.int32),
         stop=stop,
         text="".join(answer.text for answer in answers),
+        top_logprobs=tuple(place for answer in answers for place in answer.top_logprobs),
     )

@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.collective import bracketed
-from areal_hpc.errors import GenerationError, WeightUpdateError
+from areal_hpc.errors import GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.answers import (
     Answer,
     BadAnswer,
+    Refusal,
     join_answers,
     new_tokens,
     parse_answer,
+    reason_of,
     request_body,
     version_number,
 )
@@ -179,6 +181,7 @@ class EngineClient:
         Raises:
             EngineRefused: nothing was sent.
             EngineLost: it broke off, or did not finish in time.
+            RequestRefused: it says what is wrong with the request.
             GenerationError: it answered with an error or with garbage, or it missed a weight update.
         """
         if self._outdated:
@@ -190,6 +193,8 @@ class EngineClient:
                 return await self._complete(request, flight)
         except TimeoutError as error:
             raise EngineLost(f"{self!r} did not finish a request in {self.limits.generate_s:g} s") from error
+        except Refusal as error:
+            raise RequestRefused(f"{self!r} refuses the request: {error}") from error
         except BadAnswer as error:
             raise GenerationError(f"{self!r} gave an answer that cannot be used: {error}") from error
         finally:
@@ -204,7 +209,7 @@ class EngineClient:
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
             body = request_body(request, flight.rid, so_far)
-            answer = await self._ask(body, budget - len(so_far), request.on_tokens)
+            answer = await self._ask(body, budget - len(so_far), request)
             answers.append(answer)
             so_far.extend(answer.token_ids)
             if answer.stop.is_complete() or len(so_far) == budget:
@@ -213,16 +218,21 @@ class EngineClient:
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
         return join_answers(answers, budget)
 
-    async def _ask(
-        self, body: dict[str, Any], budget: int, on_tokens: Callable[[Sequence[int]], None] | None
-    ) -> Answer:
+    async def _ask(self, body: dict[str, Any], budget: int, request: GenerationRequest) -> Answer:
         capabilities = await self._probed()
         pinned, incarnation = self.version, self.incarnation
-        each = None if on_tokens is None else new_tokens(on_tokens)
+        each = None if request.on_tokens is None else new_tokens(request.on_tokens)
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)
         if status != 200:
-            raise BadAnswer(f"status {status}, {excerpt(answer)}")
-        parsed = parse_answer(answer, budget=budget, pinned=pinned, initial=self._initial, in_place=capabilities.spans)
+            raise Refusal(reason_of(answer)) if status == 400 else BadAnswer(f"status {status}, {excerpt(answer)}")
+        parsed = parse_answer(
+            answer,
+            budget=budget,
+            pinned=pinned,
+            initial=self._initial,
+            in_place=capabilities.spans,
+            num_top=request.num_top,
+        )
         if incarnation == self.incarnation:
             self.version = max(self.version, *parsed.versions[-1:], pinned)
         return parsed

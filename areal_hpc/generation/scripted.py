@@ -120,6 +120,9 @@ class ScriptedGenerator:
             versions=np.array(versions, dtype=np.int32),
             stop=stop,
             text=self._decode(token_ids),
+            top_logprobs=tuple(((scripted_logprob(token, t), token),) for t, token in enumerate(token_ids))
+            if request.num_top
+            else (),
         )
 
     async def abort(self, request_id: str) -> None:

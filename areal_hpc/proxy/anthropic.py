@@ -11,8 +11,22 @@ from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
 from areal_hpc.proxy.events import Api, News, event, generated
-from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, stops, structure, with_schema
+from areal_hpc.proxy.requests import (
+    Ask,
+    Choice,
+    Refused,
+    budget,
+    check_drawing,
+    checked_choice,
+    given,
+    stops,
+    structure,
+    with_schema,
+)
 from areal_hpc.types import Message, StopReason
+
+MODES = {"auto": "auto", "any": "required", "tool": "tool", "none": "none"}
+"""Its words for what a model must call, and ours."""
 
 
 def parse(body: Mapping[str, Any]) -> Ask:
@@ -26,15 +40,14 @@ def parse(body: Mapping[str, Any]) -> Ask:
         messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
     chosen = given(body, "tool_choice", dict, {})
-    modes = {"auto": "auto", "any": "required", "tool": "tool", "none": "none"}
-    mode = modes.get(chosen.get("type", "auto"))
-    if mode is None:
-        raise Refused(400, f"tool_choice: type {chosen.get('type')!r} is not known", param="tool_choice")
+    if (kind := given(chosen, "type", str, "auto")) not in MODES:
+        raise Refused(400, f"tool_choice: type {kind!r} is not known; use {', '.join(MODES)}", param="tool_choice")
+    check_drawing(body)
     return Ask(
         model=given(body, "model", str, ""),
         messages=messages,
         tools=tools,
-        choice=checked_choice(Choice(mode=mode, name=str(chosen.get("name") or "")), tools),
+        choice=checked_choice(Choice(mode=MODES[kind], name=str(chosen.get("name") or "")), tools),
         parallel=not chosen.get("disable_parallel_tool_use"),
         max_tokens=budget(body, "max_tokens"),
         stop=stops(body, "stop_sequences"),
@@ -80,7 +93,8 @@ def _tool(number: int, tool: Any) -> Mapping[str, Any]:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise Refused(400, f"tools.{number}: only tools with a name and an input_schema are served here", param="tools")
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
+    strict = {"strict": True} if tool.get("strict") is True else {}
+    return {"type": "function", "function": {**function, **strict}}
 
 
 def stop_reason(told: Told) -> str:
@@ -191,7 +205,13 @@ def _event(kind: str, **values: Any) -> bytes:
 
 def refusal(refused: Refused) -> dict[str, Any]:
     """A refusal in Anthropic's shape."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+    kinds = {
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from areal_hpc.dialogue.messages import refuse_constant
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
@@ -30,7 +31,7 @@ from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
 from areal_hpc.proxy.exports import exported
 from areal_hpc.proxy.online import Online
 from areal_hpc.proxy.page import Board, page_routes
-from areal_hpc.proxy.requests import Refused, given
+from areal_hpc.proxy.requests import Refused, given, number
 from areal_hpc.proxy.responses import RESPONSES
 from areal_hpc.proxy.sessions import Session, Sessions
 
@@ -78,10 +79,22 @@ class Service:
 @asynccontextmanager
 async def serve(service: Service, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """The service at the URL that this gives, until the context ends."""
-    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[refusals_in_shape])
     application.add_routes(Routes(service).table())
     async with listening(application, host, port) as url:
         yield url
+
+
+@web.middleware
+async def refusals_in_shape(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """What the web framework refuses (a path or a method that is not served) in the API's own shape as well."""
+    try:
+        response: web.StreamResponse = await handler(request)
+    except web.HTTPClientError as error:
+        api = MESSAGES if request.path.startswith("/v1/messages") else CHAT
+        refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
+        return web.json_response(api.refusal(refused), status=error.status)
+    return response
 
 
 class Routes:
@@ -152,6 +165,7 @@ class Routes:
             return response
         finally:
             running.cancel()
+            call.end()  # it may not even have begun to run
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._service.session_of(bearer(request))
@@ -193,11 +207,11 @@ class Routes:
     async def set_reward(self, request: web.Request) -> web.Response:
         """Of an interaction, or of the episode; also of one that has ended, until it is taken for training."""
         body = await _body(request)
-        reward, call = given(body, "reward", (int, float)), given(body, "interaction_id", str, "")
+        reward, call = number(body, "reward"), given(body, "interaction_id", str, "")
         session = self._rewarded(request, given(body, "session_id", str, ""), call)
         if reward is None:
             raise Refused(400, "reward is missing", param="reward")
-        session.reward(float(reward), call)
+        session.reward(reward, call)
         return web.json_response({"message": "success"})
 
     def _rewarded(self, request: web.Request, session_id: str, call: str) -> Session:
@@ -221,7 +235,9 @@ class Routes:
         self._admit(request)
         body = await _body(request)
         session = self._service.sessions.of_id(given(body, "session_id", str, ""))
-        discount = float(given(body, "discount", (int, float), self._service.discount))
+        discount = number(body, "discount", self._service.discount)
+        if discount is None or not 0.0 <= discount <= 1.0:
+            raise Refused(400, "discount must be in [0, 1]", param="discount")
         answer = exported(session, discount)
         self._service.sessions.close(session)
         return web.json_response(answer)
@@ -262,7 +278,9 @@ def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(await request.read() or b"{}")
+        body = json.loads(await request.read() or b"{}", parse_constant=refuse_constant)
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less") from error
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

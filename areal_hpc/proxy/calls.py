@@ -8,17 +8,20 @@ A turn is committed before the client can know that it is over: many a client ha
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from areal_hpc.dialogue.grammar import trouble_with
+from areal_hpc.dialogue.grammar import as_schema, trouble_with
 from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import THINK, THOUGHT, Parts, Reading
+from areal_hpc.dialogue.structural_tag import calls_tag, is_strict, schema_of
 from areal_hpc.dialogue.text import IncrementalText, first_stop, without_partial_stop
 from areal_hpc.dialogue.tool_formats import ToolFormat, kinds_of
 from areal_hpc.dialogue.transcript import Place, Template
-from areal_hpc.errors import DataError, GenerationError
+from areal_hpc.errors import DataError, GenerationError, RequestRefused
 from areal_hpc.proxy.requests import Ask, Refused
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.types import Completion, GenerationRequest, Message, Sampling, StopReason
@@ -57,12 +60,14 @@ class Told:
     answer: Message
     pieces: tuple[str, ...]
     """The text of each sampled token by itself; only where log-probs were asked for."""
+    tops: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """The likeliest tokens at each place with their log-probs; only where they were asked for."""
     stopped_by: str = ""
     """The stop string that ended it."""
 
 
 class Call:
-    """``call = Call(...)`` checks and places the request; ``await call.run(tell)`` answers it.
+    """``call = Call(...)`` checks and places the request; ``await call.run(tell)`` answers it, or ``call.end()``.
 
     Raises:
         Refused: the session has ended, the messages cannot be rendered, or leave no room for an answer.
@@ -70,15 +75,15 @@ class Call:
 
     def __init__(self, session: Session, ask: Ask, dialect: Dialect) -> None:
         self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
-        self._schema = _forced_schema(ask, dialect)
+        self._schema, self._tag = _forced(ask, dialect)
         self.place = placed(session, ask, dialect)
         self._reading = self._read_as(dialect.written)
         if self._reading.prefix:
             context = self.place.context + self._dialogue.encode(self._reading.prefix)
             self.place = replace(self.place, context=context)
         context = self.place.context
-        self._room = session.max_tokens - len(context)
-        if self._room < 1:
+        room = session.max_tokens - len(context)
+        if room < 1:
             raise Refused(
                 400,
                 f"the request has {len(context)} tokens, and the model's context holds {session.max_tokens}; "
@@ -86,42 +91,56 @@ class Call:
                 code="context_length_exceeded",
                 param="messages",
             )
-        self.id = session.begin_call(ask.num_choices)
-        left = session.room()
-        self._share = self._room if left is None else max(1, left // ask.num_choices)
+        wanted = min(room, session.sampling.max_new_tokens, ask.max_tokens or room)
+        self._permit = session.begin_call(ask.num_choices, wanted)
+        self.id = self._permit.id
+
+    def end(self) -> None:
+        """It is not answered any more; nothing happens if it was."""
+        self.session.end_call(self._permit)
 
     def _read_as(self, written: ToolFormat) -> Reading:
         ask = self.ask
-        tail = self._dialogue.spelled(self.place.context[-16:]).rstrip()
-        if self._schema and tail.endswith(THINK):  # reasoning is no JSON: the template's beginning of it is closed
-            return Reading(thinking=True, prefix=f"{THOUGHT}\n\n")
+        thinking = self._dialogue.spelled(self.place.context[-16:]).rstrip().endswith(THINK)
+        forced = bool(ask.tools) and ask.choice.is_forced
+        closing = f"{THOUGHT}\n\n" if thinking and (self._schema or forced) else ""  # neither is a thought
         if not ask.tools or ask.choice.mode == "none":
-            return Reading(thinking=tail.endswith(THINK))
-        forced = ask.choice.mode in ("required", "tool")
-        return Reading(
-            format=written,
-            thinking=tail.endswith(THINK) and not forced,
-            kinds=kinds_of(ask.tools),
-            prefix=written.opening(ask.choice.name) if forced else "",
-        )
+            return Reading(thinking=thinking, prefix=closing)
+        opening = written.opening(ask.choice.name) if forced and not self._tag else ""
+        return Reading(format=written, thinking=thinking, kinds=kinds_of(ask.tools), prefix=closing + opening)
 
     async def run(self, tell: Tell | None = None) -> list[Told]:
         """The choices, committed.
 
         Raises:
-            Refused: the engine failed; nothing is committed.
+            Refused: the engine failed, refuses the request, or the session's time is up; nothing is committed.
         """
-        numbers = range(self.ask.num_choices)
-        asking = [asyncio.ensure_future(self._generate(number, tell)) for number in numbers]
         try:
-            with self.session.answering():
-                completions = await asyncio.gather(*asking)
+            completions = await self._completions(tell)
+            return [self._committed(number, completion) for number, completion in enumerate(completions)]
+        finally:
+            self.end()
+
+    async def _completions(self, tell: Tell | None) -> Sequence[Completion]:
+        asking = [asyncio.ensure_future(self._generate(number, tell)) for number in range(self.ask.num_choices)]
+        deadline = self._permit.deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return await asyncio.gather(*asking)
+        except TimeoutError as error:
+            raise self.session.out_of_time() from error
+        except RequestRefused as error:
+            raise Refused(400, str(error), param=self._forced_by) from error
         except GenerationError as error:
             raise Refused(503, f"the engine failed: {error}", code="engine_failed", retry_after_s=1.0) from error
         finally:
             for one in asking:
                 one.cancel()
-        return [self._committed(number, completion) for number, completion in zip(numbers, completions, strict=True)]
+
+    @property
+    def _forced_by(self) -> str:
+        """The field that an engine has trouble with, most likely."""
+        return "response_format" if self._schema else "tools" if self._tag else ""
 
     async def _generate(self, number: int, tell: Tell | None) -> Completion:
         request = GenerationRequest(
@@ -129,6 +148,7 @@ class Call:
             token_ids=self.place.context,
             sampling=self._sampling(number),
             session=self.session.id,
+            num_top=self.ask.num_top if self.ask.logprobs else 0,
             on_tokens=None if tell is None else self._listener(number, tell),
         )
         completion = await self.session.generator.generate(request)
@@ -137,15 +157,27 @@ class Call:
         return completion
 
     def _sampling(self, number: int) -> Sampling:
-        """The run's, but for the budget and the stop strings; each choice of each call has a seed of its own."""
+        """The run's, but for the budget, the stop strings and the grammar; each choice has a seed of its own."""
         sampling = self.session.sampling
         return replace(
             sampling,
-            max_new_tokens=min(self._room, self._share, sampling.max_new_tokens, self.ask.max_tokens or self._room),
+            max_new_tokens=self._permit.budget,
             stop=self._stops,
             json_schema=self._schema,
-            seed=None if sampling.seed is None else (sampling.seed + self._turn(number)) % MAX_SEED,
+            structural_tag=self._tag,
+            seed=None if sampling.seed is None else (sampling.seed + self._own(number)) % MAX_SEED,
         )
+
+    def _own(self, number: int) -> int:
+        """What a choice's seed is more than the session's.
+
+        Of a request that brings a seed it is drawn from that and the context: asked again, it is answered alike, and
+        what other contexts sample is as independent of it as ever, which the trainer relies on.
+        """
+        if self.ask.seed is None:
+            return self._turn(number)
+        drawn = hashlib.sha256(repr((self.ask.seed, number, self.place.context)).encode()).digest()
+        return int.from_bytes(drawn[:8])
 
     def _turn(self, number: int) -> int:
         """A number of its own for each choice of each request in the session; the same in every attempt."""
@@ -185,22 +217,36 @@ class Call:
             completion=completion,
             answer=answer,
             pieces=tuple(self._dialogue.spelled([token]) for token in ids) if self.ask.logprobs else (),
+            tops=tuple(
+                tuple((self._dialogue.spelled([token]), logprob) for logprob, token in place)
+                for place in completion.top_logprobs
+            ),
             stopped_by="" if hit is None else hit[1],
         )
 
 
-def _forced_schema(ask: Ask, dialect: Dialect) -> str:
-    """The schema that the engine holds the answer to; beside tools the model is only asked, since it may call one.
+def _forced(ask: Ask, dialect: Dialect) -> tuple[str, str]:
+    """The schema and the structural tag that the engine holds the answer to; at most one is not empty.
+
+    Beside tools the model is only asked to follow a schema, since it may call one.
 
     Raises:
-        Refused: it is strict, and cannot be forced.
+        Refused: what is strict cannot be forced.
     """
-    if not ask.schema or (ask.tools and ask.choice.mode != "none"):
-        return ""
-    trouble = dialect.schema_trouble(ask.schema)
+    if ask.tools and ask.choice.mode != "none":
+        return "", _tag_of_calls(ask, dialect)
+    trouble = dialect.schema_trouble(ask.schema) if ask.schema else ""
     if trouble and ask.strict:
         raise Refused(400, trouble, param="response_format")
-    return "" if trouble else ask.schema
+    return "" if trouble else ask.schema, ""
+
+
+def _tag_of_calls(ask: Ask, dialect: Dialect) -> str:
+    tools = [tool for tool in ask.tools if ask.choice.mode != "tool" or tool["function"]["name"] == ask.choice.name]
+    for tool in filter(is_strict, tools):
+        if trouble := dialect.schema_trouble(as_schema(schema_of(tool))):
+            raise Refused(400, f"tool {tool['function']['name']} is strict, and {trouble}", param="tools")
+    return calls_tag(dialect.written, tools, forced=ask.choice.is_forced)
 
 
 def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,18 +12,20 @@ from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
-from areal_hpc.proxy.events import Api, News, event, generated, openai_error
+from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error
 from areal_hpc.proxy.requests import (
     MAX_CHOICES,
     Ask,
     Choice,
     Refused,
     budget,
+    check_drawing,
     checked_choice,
     function_tools,
     given,
     stops,
     structure,
+    top_logprobs,
     with_schema,
 )
 from areal_hpc.types import Message, StopReason
@@ -48,6 +51,8 @@ def parse_chat(body: Mapping[str, Any]) -> Ask:
         parallel=given(body, "parallel_tool_calls", bool, True),
         max_tokens=budget(body, "max_completion_tokens", "max_tokens"),
         options=given(body, "chat_template_kwargs", dict, {}),
+        logprobs=given(body, "logprobs", bool, False),
+        num_top=top_logprobs(body),
         **structured,
         **_shared(body),
     )
@@ -58,13 +63,14 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
     num_choices = given(body, "n", int, 1)
     if not 1 <= num_choices <= MAX_CHOICES:
         raise Refused(400, f"n must be in [1, {MAX_CHOICES}]", param="n")
+    check_drawing(body)
     return {
         "model": given(body, "model", str, ""),
         "stop": stops(body, "stop"),
         "num_choices": num_choices,
+        "seed": given(body, "seed", int),
         "stream": given(body, "stream", bool, False),
         "usage_chunk": bool(given(body, "stream_options", dict, {}).get("include_usage")),
-        "logprobs": bool(given(body, "logprobs", (bool, int), False)),
     }
 
 
@@ -123,11 +129,12 @@ def usage(call: Call, told: Sequence[Told]) -> dict[str, Any]:
 def _logprobs(told: Told) -> dict[str, Any] | None:
     if not told.pieces:
         return None
-    rows = []
-    for piece, logprob in zip(told.pieces, told.completion.logprobs.tolist(), strict=True):
-        row = {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
-        rows.append({**row, "top_logprobs": [row]})
-    return {"content": rows, "refusal": None}
+    return {"content": logprob_rows(told), "refusal": None}
+
+
+def _chunk_head(call: Call, kind: str) -> dict[str, Any]:
+    """With the usage that only the last chunk tells, where one is asked for."""
+    return {**_head(call, kind), **({"usage": None} if call.ask.usage_chunk else {})}
 
 
 def _head(call: Call, kind: str) -> dict[str, Any]:
@@ -157,7 +164,7 @@ class ChatStream:
 
     def __init__(self, call: Call) -> None:
         self._call, self._news = call, News()
-        self._head = _head(call, "chat.completion.chunk")
+        self._head = _chunk_head(call, "chat.completion.chunk")
 
     def begin(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}
@@ -196,13 +203,27 @@ def parse_completion(body: Mapping[str, Any]) -> Ask:
     for field in ("suffix", "echo"):
         if body.get(field):
             raise Refused(400, f"{field} is not supported; leave it out", param=field)
-    return Ask(messages=(), text=prompt, max_tokens=budget(body, "max_tokens"), **_shared(body))
+    asked = body.get("logprobs")
+    logprobs = asked is not None and asked is not False  # 0 asks for those of the sampled tokens alone
+    return Ask(
+        messages=(),
+        text=prompt,
+        max_tokens=budget(body, "max_tokens"),
+        logprobs=logprobs,
+        num_top=top_logprobs(body, "logprobs"),
+        **_shared(body),
+    )
 
 
 def _text_logprobs(told: Told) -> dict[str, Any] | None:
     if not told.pieces:
         return None
-    return {"tokens": list(told.pieces), "token_logprobs": told.completion.logprobs.tolist(), "top_logprobs": None}
+    return {
+        "tokens": list(told.pieces),
+        "token_logprobs": told.completion.logprobs.tolist(),
+        "top_logprobs": [dict(place) for place in told.tops] or None,
+        "text_offset": [0, *itertools.accumulate(map(len, told.pieces[:-1]))],
+    }
 
 
 def whole_completion(call: Call, told: Sequence[Told]) -> dict[str, Any]:
@@ -222,7 +243,7 @@ class CompletionStream:
     """Chunks of plain text."""
 
     def __init__(self, call: Call) -> None:
-        self._call, self._news, self._head = call, News(), _head(call, "text_completion")
+        self._call, self._news, self._head = call, News(), _chunk_head(call, "text_completion")
 
     def begin(self) -> list[bytes]:
         return []

@@ -63,6 +63,21 @@ def generated(told: Sequence[Told]) -> int:
     return sum(int(one.completion.token_ids.size) for one in told)
 
 
+def logprob_rows(told: Told) -> list[dict[str, Any]]:
+    """Each sampled token with its log-prob, and the likeliest ones in its place, as OpenAI tells them; none unasked."""
+    if not told.pieces:
+        return []
+
+    def row(piece: str, logprob: float) -> dict[str, Any]:
+        return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+
+    tops = told.tops or ((),) * len(told.pieces)
+    return [
+        {**row(piece, logprob), "top_logprobs": [row(*entry) for entry in place]}
+        for piece, logprob, place in zip(told.pieces, told.completion.logprobs.tolist(), tops, strict=True)
+    ]
+
+
 def openai_error(refused: Refused) -> dict[str, Any]:
     """A refusal in OpenAI's shape."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -38,6 +38,8 @@ class Board:
         live: sessions of this process that are not written down yet; None where nothing is served any more.
         spelled: the text of token ids, of a live session.
         discount: reward of a turn that counts for the turn before it.
+        worker: whose live sessions these are.
+        others: where the pages of the run's other workers are, which show theirs; may read files.
     """
 
     name: str
@@ -46,25 +48,29 @@ class Board:
     live: Callable[[], Iterable[Session]] | None = None
     spelled: Spelled | None = None
     discount: float = 1.0
+    worker: str = ""
+    others: Callable[[], Mapping[str, str]] = dict
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def overview(self) -> dict[str, Any]:
         async with self._reading:  # the chronicle is one thread's at a time
-            written, curve = await asyncio.to_thread(self._read)
+            written, curve, others = await asyncio.to_thread(self._read)
         known = {summary["id"] for summary in written}
         live = [session for session in self._live() if session.id not in known]
         shown = [*written[-NEWEST:], *(self._summary(session) for session in live[-NEWEST:])]
         return {
             "run": self.name,
             "live": self.live is not None,
+            "worker": self.worker,
+            "others": others,
             "num_sessions": len(written) + len(live),
             "sessions": shown[-NEWEST:][::-1],
             "curve": curve,
         }
 
-    def _read(self) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+    def _read(self) -> tuple[list[dict[str, Any]], Mapping[str, Any], Mapping[str, str]]:
         self.chronicle.poll()
-        return self.chronicle.summaries(), self.curve()
+        return self.chronicle.summaries(), self.curve(), self.others()
 
     def _live(self) -> Iterable[Session]:
         return () if self.live is None else self.live()

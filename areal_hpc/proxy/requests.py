@@ -1,12 +1,14 @@
 """What a client asks for, whichever API it speaks, and why it is refused.
 
-Fields that are null count as absent, and fields that nobody knows are ignored: clients send many. How tokens are drawn
-(temperature, top_p, top_k, min_p, seed) is the run's to decide, since the trainer must know the distribution: these
-are accepted and not obeyed. Stop strings and smaller budgets are.
+Fields that are null count as absent, and fields that nobody knows are ignored: clients send many. Whatever model they
+name, the run's is meant. From which distribution tokens are drawn (temperature, top_p, top_k, min_p) is the run's to
+decide, since the trainer must know it: these are accepted and not obeyed. Stop strings and smaller budgets are, and a
+seed is as far as it can be: with the same one, the same request in the same session is answered alike.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ from areal_hpc.dialogue.grammar import as_schema
 from areal_hpc.types import Message
 
 MAX_CHOICES = 64
+MAX_TOP = 20
+MAX_FLOAT = sys.float_info.max
 
 
 class Refused(Exception):
@@ -41,6 +45,11 @@ class Choice:
     mode: str = "auto"
     name: str = ""
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the model must call one."""
+        return self.mode in ("required", "tool")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -57,11 +66,14 @@ class Ask:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     num_choices: int = 1
+    seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the chat template."""
     stream: bool = False
     usage_chunk: bool = False
     logprobs: bool = False
+    num_top: int = 0
+    """How many of the likeliest tokens are told beside each; only with ``logprobs``."""
     schema: str = ""
     """JSON schema of the answer, as JSON; empty is any text."""
     strict: bool = False
@@ -83,6 +95,32 @@ def given(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise Refused(400, f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}", param=name)
     return value
+
+
+def number(body: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
+    """A finite number, the default where it is absent or null.
+
+    Raises:
+        Refused: it is none, or more than a float holds.
+    """
+    value = given(body, name, (int, float))
+    if value is not None and not abs(value) <= MAX_FLOAT:  # not (>): NaN must fail
+        raise Refused(400, f"{name} must be a finite number", param=name)
+    return default if value is None else float(value)
+
+
+def check_drawing(body: Mapping[str, Any]) -> None:
+    """Raises Refused where what is not obeyed is no number."""
+    for name in ("temperature", "top_p"):
+        number(body, name)
+
+
+def top_logprobs(body: Mapping[str, Any], name: str = "top_logprobs") -> int:
+    """How many of the likeliest tokens are asked for at each place."""
+    num = given(body, name, (int, bool), 0)
+    if not 0 <= num <= MAX_TOP:
+        raise Refused(400, f"{name} must be in [0, {MAX_TOP}]", param=name)
+    return 0 if isinstance(num, bool) else num
 
 
 def budget(body: Mapping[str, Any], *names: str) -> int | None:

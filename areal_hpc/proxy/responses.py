@@ -10,12 +10,25 @@ from areal_hpc.dialogue.messages import message, text_of
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
-from areal_hpc.proxy.events import Api, News, event, generated, openai_error
-from areal_hpc.proxy.requests import Ask, Choice, Refused, budget, checked_choice, given, structure, with_schema
+from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error
+from areal_hpc.proxy.requests import (
+    Ask,
+    Choice,
+    Refused,
+    budget,
+    check_drawing,
+    checked_choice,
+    given,
+    structure,
+    top_logprobs,
+    with_schema,
+)
 from areal_hpc.types import Message, StopReason
 
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tool_choice", "tools", "text")
 DEFAULTS = {"metadata": {}, "tool_choice": "auto", "tools": [], "text": {"format": {"type": "text"}}}
+WITH_LOGPROBS = "message.output_text.logprobs"
+"""What a client includes to see the log-probs: those of all that was sampled, reasoning and calls too."""
 UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")
 
 
@@ -34,6 +47,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
     if structured:
         messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
+    check_drawing(body)
     return Ask(
         model=given(body, "model", str, ""),
         messages=messages,
@@ -41,7 +55,10 @@ def parse(body: Mapping[str, Any]) -> Ask:
         choice=checked_choice(_choice(body.get("tool_choice")), tools),
         parallel=given(body, "parallel_tool_calls", bool, True),
         max_tokens=budget(body, "max_output_tokens"),
+        seed=given(body, "seed", int),
         stream=given(body, "stream", bool, False),
+        logprobs=WITH_LOGPROBS in given(body, "include", list, []),
+        num_top=top_logprobs(body),
         **structured,
         echoed={name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED},
     )
@@ -139,7 +156,7 @@ def _items(call: Call, told: Told) -> list[dict[str, Any]]:
         items.append(_reasoning(call, told.parts.reasoning))
     calls = told.answer.get("tool_calls", ())
     if told.parts.content or not calls:
-        items.append(_message(call, told.parts.content))
+        items.append(_message(call, told.parts.content, logprobs=logprob_rows(told)))
     return [*items, *(_function_call(call, one, place) for place, one in enumerate(calls))]
 
 
@@ -148,12 +165,12 @@ def _reasoning(call: Call, text: str, status: str = "completed") -> dict[str, An
     return {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _message(call: Call, text: str | None, status: str = "completed") -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
+def _message(call: Call, text: str | None, status: str = "completed", logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    content = [] if text is None else [_part(text, logprobs)]
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
@@ -194,6 +211,7 @@ class ResponseStream:
         self._call, self._news, self._created = call, News(), int(time.time())
         self._number, self._index, self._open = -1, -1, ""
         self._so_far = Parts()
+        self._logprobs: list[dict[str, Any]] = []  # told when a message is done
 
     def begin(self) -> list[bytes]:
         response = _response(self._call, self._created, "in_progress")
@@ -213,6 +231,7 @@ class ResponseStream:
 
     def end(self, told: Sequence[Told]) -> list[bytes]:
         events = self.delta(0, told[0].parts)
+        self._logprobs = logprob_rows(told[0])
         calls = told[0].answer.get("tool_calls", ())
         if not calls:
             events += self._in("message")  # also around an empty text
@@ -260,10 +279,11 @@ class ResponseStream:
             text = self._so_far.reasoning
             done = [self._at("response.reasoning_text.done", item["id"], text=text)]
         elif was == "message":
-            item, text = _message(self._call, self._so_far.content), self._so_far.content
+            text, logprobs = self._so_far.content, self._logprobs
+            item = _message(self._call, text, logprobs=logprobs)
             done = [
-                self._at("response.output_text.done", item["id"], text=text, logprobs=[]),
-                self._at("response.content_part.done", item["id"], part=_part(text)),
+                self._at("response.output_text.done", item["id"], text=text, logprobs=logprobs),
+                self._at("response.content_part.done", item["id"], part=_part(text, logprobs)),
             ]
         else:
             return []

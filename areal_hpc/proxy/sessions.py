@@ -2,7 +2,11 @@
 
     open ──(requests with its key)──> ended ──(late rewards)──> closed: its key is no key any more
 
-A session that nobody used for ``idle_s`` is closed when the next one is opened.
+A key whose session nobody has used for ``idle_s`` opens nothing any more; the session itself goes when the next one is
+opened. While a request is answered, a session is in use.
+
+What a session may ask for holds also where it asks for several things at once: a request counts from its beginning to
+its end, with all the tokens that it may sample.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import monotonic
 
 from areal_hpc.config.schema import AgentConfig
 from areal_hpc.dialogue.transcript import Template, Transcript
@@ -31,7 +36,7 @@ class Limits:
     max_tokens: int | None = None
     """Sampled in all its turns together."""
     max_s: float | None = None
-    """From its first request on."""
+    """From its first request on; what is being answered then is broken off."""
     max_open: int | None = None
     """Requests at once."""
 
@@ -44,6 +49,18 @@ class Limits:
             max_s=agent.max_s or None,
             max_open=agent.max_open or None,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permit:
+    """That a request may be answered."""
+
+    id: str
+    """Of the request."""
+    budget: int
+    """Tokens that each of its choices may sample."""
+    deadline: float | None
+    """When it must have ended, on the monotonic clock."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,7 +77,7 @@ class Session:
     transcript: Transcript
     began: float = field(default_factory=time.time)
     """Seconds since 1970."""
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=monotonic)
     num_calls: int = 0
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
@@ -70,8 +87,8 @@ class Session:
     """Why nothing of it may be trained on: an answer broke off after its beginning had been given out."""
     agent_s: float | None = None
     """Limit of the whole attempt, where somebody waits for its agent: told while the agent asks nothing."""
-    num_open: int = 0
-    """Requests that are being answered."""
+    _open: dict[str, int] = field(default_factory=dict)
+    """Requests that are being answered, by id, and the tokens that each may sample."""
     _asked: float | None = None
     _silence: ExitStack = field(default_factory=ExitStack)
 
@@ -82,22 +99,9 @@ class Session:
         if self.agent_s is not None and self.ended is None:
             self._silence.enter_context(waiting("its next request", AGENT, limit_s=self.agent_s, about=self.id))
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Meanwhile it is the model that is waited for, not the agent."""
-        self._silence.close()
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            self.used = time.monotonic()
-            if not self.num_open:
-                self._await_agent()
-
     def close(self) -> None:
         """Nobody may ask any more, and nobody waits for it."""
-        self.ended = time.monotonic() if self.ended is None else self.ended
+        self.ended = monotonic() if self.ended is None else self.ended
         self._silence.close()
 
     @property
@@ -105,33 +109,65 @@ class Session:
         """Tokens of all its turns."""
         return sum(int(turn.completion.token_ids.size) for turn in self.transcript.turns)
 
-    def room(self) -> int | None:
-        """Tokens that it may still sample; None is any number."""
-        limit = self.limits.max_tokens
-        return None if limit is None else limit - self.num_sampled
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._open)
 
-    def begin_call(self, num_choices: int) -> str:
-        """The id of one more request.
+    def begin_call(self, num_choices: int, wanted: int) -> Permit:
+        """Leave for one more request, which is open until ``end_call``; meanwhile nobody waits for the agent.
+
+        Args:
+            wanted: most tokens that each of its choices needs.
 
         Raises:
-            Refused: the session has ended, or used up one of its limits.
+            Refused: the session has ended, used up one of its limits, or will have done so with what is open.
         """
         if self.ended is not None:
             raise Refused(400, "this session has ended; start another one", code="session_ended")
-        now, limits, room = time.monotonic(), self.limits, self.room()
+        now, limits = monotonic(), self.limits
         self._asked = now if self._asked is None else self._asked
         if self.num_calls + num_choices > limits.max_turns:
             raise _used_up(f"{limits.max_turns} turns", "max_turns")
-        if room is not None and room < 1:
-            raise _used_up(f"{limits.max_tokens} tokens", "max_tokens")
-        if limits.max_s is not None and now - self._asked > limits.max_s:
-            raise _used_up(f"{limits.max_s:g} seconds", "max_s")
+        deadline = None if limits.max_s is None else self._asked + limits.max_s
+        if deadline is not None and now >= deadline:
+            raise self.out_of_time()
         if limits.max_open is not None and self.num_open >= limits.max_open:
-            raise Refused(
-                429, f"this session has {self.num_open} open requests; wait for one", code="max_open", retry_after_s=1.0
-            )
+            raise self._busy("", "max_open")
+        budget = self._budget(num_choices, wanted)
         number, self.num_calls = self.num_calls, self.num_calls + num_choices
-        return f"{self.id}-{number}"
+        permit = Permit(id=f"{self.id}-{number}", budget=budget, deadline=deadline)
+        self._open[permit.id] = num_choices * budget
+        self._silence.close()
+        return permit
+
+    def _budget(self, num_choices: int, wanted: int) -> int:
+        """Tokens for each choice: what is wanted, as far as there are any that nobody else was promised."""
+        limit = self.limits.max_tokens
+        if limit is None:
+            return wanted
+        left, promised = limit - self.num_sampled, sum(self._open.values())
+        if left < num_choices:
+            raise _used_up(f"{limit} tokens", "max_tokens")
+        if left - promised < num_choices:
+            raise self._busy(", to which its last tokens are promised", "max_tokens")
+        return min(wanted, (left - promised) // num_choices)
+
+    def _busy(self, why: str, limit: str) -> Refused:
+        message = f"this session has {self.num_open} open requests{why}; wait for one, or raise `agent.{limit}`"
+        return Refused(429, message, code=limit, retry_after_s=1.0)
+
+    def out_of_time(self) -> Refused:
+        """What is said when its time is up."""
+        return _used_up(f"{self.limits.max_s:g} seconds", "max_s")
+
+    def end_call(self, permit: Permit) -> None:
+        """A request is open no more; nothing happens if it was not."""
+        if self._open.pop(permit.id, None) is None:
+            return
+        self.used = monotonic()
+        if not self._open:
+            self._await_agent()
 
     def reward(self, value: float, call: str = "") -> None:
         """Reward the answers to one request, or the whole episode; the last word counts.
@@ -167,6 +203,7 @@ class Sessions:
 
     def __init__(self, template: Template, *, idle_s: float, max_sessions: int = 65536) -> None:
         self._template, self._idle_s, self._max = template, idle_s, max_sessions
+        self._next_look = 0.0  # until then none can have become idle
         self._by_key: dict[bytes, Session] = {}
         self._by_id: dict[str, Session] = {}
         self.num_opened = 0
@@ -212,11 +249,10 @@ class Sessions:
 
     def of_key(self, key: str) -> Session:
         """Raises Refused for a key that opens nothing."""
-        session = self._by_key.pop(hashed := _hash(key), None)
-        if session is None:
+        session = self.find(key)
+        if session is None or self._idle_at(session) < monotonic():
             raise Refused(401, "the API key is missing or opens no session", code="invalid_api_key")
-        self._by_key[hashed] = session  # behind all others: the longest unused is first
-        session.used = time.monotonic()
+        session.used = monotonic()
         return session
 
     def find(self, key: str) -> Session | None:
@@ -241,12 +277,18 @@ class Sessions:
         """All that are not closed, oldest first."""
         return iter(list(self._by_id.values()))
 
+    def _idle_at(self, session: Session) -> float:
+        """When it will have been unused for too long, if nothing happens until then."""
+        return (monotonic() if session.num_open else session.used) + self._idle_s
+
     def _close_idle(self) -> None:
-        while self._by_key:
-            longest_unused = next(iter(self._by_key.values()))
-            if time.monotonic() - longest_unused.used <= self._idle_s:
-                return
-            self.close(longest_unused)
+        now = monotonic()
+        if now < self._next_look:
+            return
+        for session in self:
+            if self._idle_at(session) < now:
+                self.close(session)
+        self._next_look = min(map(self._idle_at, self), default=now + self._idle_s)
 
 
 def _hash(key: str) -> bytes:

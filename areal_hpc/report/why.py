@@ -12,6 +12,7 @@ from typing import Any
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.keys import read_key
 from areal_hpc.report.files import configuration
 from areal_hpc.report.observer import Observer, last_words
 from areal_hpc.report.picture import Seen, explain, sentence
@@ -98,7 +99,7 @@ async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> li
     limits = Limits(connect_s=ASK_S, admin_s=ASK_S)
 
     async def ask(name: str, endpoint: Mapping[str, Any]) -> str:
-        secret = run.token.read_text(encoding="ascii")
+        secret = read_key(run.token)
         token = engine_token(secret, attempt.epoch, int(name.rpartition("-")[2]), endpoint["incarnation"])
         client = EngineClient(name, endpoint["url"], token=token, limits=limits)
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.exits import EXIT_STALLED
-from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
+from areal_hpc.fs import AttemptDir, RunDir, publish, publish_json
+from areal_hpc.keys import make_key
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.guard import Guard
@@ -87,7 +87,7 @@ class Attempts:
                 if self.resume_from is not None:
                     publish_json(attempt.resume_from, {"step": self.resume_from, "after": after})
                 publish(self.run.config, dump(self.config).encode())
-                create_exclusive(self.run.token, secrets.token_urlsafe(32).encode())
+                make_key(self.run.token)
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)

@@ -27,6 +27,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.exits import EXIT_FAILED
 from areal_hpc.fs import AttemptDir, RunDir, publish_json, read_if_listed, wait_for
+from areal_hpc.keys import read_key
 from areal_hpc.roles.heartbeat import read_heartbeat
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stacks import Stacks
@@ -124,7 +125,7 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, pa
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup_logging(role, index)
-    token = run.token.read_text(encoding="ascii")
+    token = read_key(run.token)
     add_secret(token)
     config = load([run.config], [])
     attempt = run.attempt(epoch)

@@ -70,11 +70,12 @@ def _page(options: argparse.Namespace) -> int:
 
 async def show_run(run: RunDir, port: int, stream: TextIO) -> None:
     """Serve the page of a run until this is cancelled; says first where it is."""
+    from areal_hpc.keys import read_key
     from areal_hpc.proxy.chronicle import Chronicle
     from areal_hpc.proxy.page import Board, show
     from areal_hpc.report.course import Course
 
     board = Board(name=run.root.name, chronicle=Chronicle(run.sessions), curve=Course(run).told)
-    async with show(board, run.token.read_text(encoding="ascii"), port=port) as url:
+    async with show(board, read_key(run.token), port=port) as url:
         print(f"page {url}/\ntoken in {run.token}\nCtrl-C ends it", file=stream, flush=True)
         await asyncio.Event().wait()

@@ -6,8 +6,9 @@
 
 A ticket is reserved when an episode is complete and not when it begins: nobody knows how long a person will take, and
 the trainer must not wait for it. The ticket is then of the oldest weights that sampled any of its tokens, so the bound
-on staleness holds as everywhere; what is older than the bound by then is dropped, and uses no position up. At most
-``concurrency`` complete ones wait for tickets; beyond that the oldest are dropped.
+on staleness holds as everywhere; what is older than the bound by then is dropped, and uses no position up. While one
+waits for its ticket, others go on to end and to become complete; at most ``concurrency`` of them wait behind it, and
+beyond that the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class OnlineRunner:
     Args:
         take: gives what is complete by now, each once.
         stream: of positions; its prompts mean nothing here.
-        concurrency: complete ones that may wait for a ticket.
+        concurrency: complete ones that may wait behind the one that waits for a ticket.
         patience_s: how long it is nothing to worry about that nobody finishes anything.
         record: takes ``("group", values)`` for each that ended.
     """
@@ -118,7 +119,7 @@ class OnlineRunner:
                 await self._settle(self._complete.popleft(), stop)
 
     def _collected(self) -> bool:
-        """Whether there is something to settle."""
+        """Take what has become complete meanwhile; whether there is something to settle."""
         self._complete.extend(self._take())
         while len(self._complete) > self._concurrency:
             self._end(self._complete.popleft(), Drop.STALE, "too many are complete", [])
@@ -152,6 +153,7 @@ class OnlineRunner:
                 if (ticket := self._writer.try_reserve(position, oldest)) is not None:
                     self._writer.seal(ticket, self._group(ended, position, trajectories))
                     return "sealed", ""
+                self._collected()
                 await self._pause(stop)
         self._reissues.appendleft(position)
         return Drop.STALE, "the run stops" if stop.is_set() else "sampled by weights that are too old"

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import json
 import operator
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import overload
+from collections.abc import Callable, Mapping
 
-from areal_hpc.errors import DataError
+from areal_hpc.tasks.rows import MadeRows, Row
 
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 ASKED = "+*"
 OPERANDS = range(10, 100)
-NUM_HELD_OUT = 256
-HOLD_OUT_SEED = 1234
 EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*")
 NUMBER = re.compile(r"-?\d+")
-
-Row = Mapping[str, str]
 
 
 def calculate(expression: str) -> str:
@@ -53,7 +47,7 @@ def called(name: str, arguments: str | Mapping[str, object]) -> str:
     return calculate(expression if isinstance(expression, str) else "")
 
 
-class Calculations(Sequence[Row]):
+class Calculations(MadeRows[str]):
     """The rows of one split, ``{"prompt", "answer", "id"}`` each, in an order drawn by ``seed``.
 
     Raises:
@@ -61,31 +55,10 @@ class Calculations(Sequence[Row]):
     """
 
     def __init__(self, split: str = "train", seed: int = 0) -> None:
-        expressions = [f"{left} {sign} {right}" for left in OPERANDS for sign in ASKED for right in OPERANDS]
-        random.Random(HOLD_OUT_SEED).shuffle(expressions)
-        splits = {"train": expressions[NUM_HELD_OUT:], "eval": expressions[:NUM_HELD_OUT]}
-        if split not in splits:
-            raise DataError(f"split {split!r} of the task Calculations does not exist; use 'train' or 'eval'")
-        self._expressions = splits[split]
-        random.Random(seed).shuffle(self._expressions)
+        super().__init__((f"{a} {sign} {b}" for a in OPERANDS for sign in ASKED for b in OPERANDS), split, seed)
 
-    def __len__(self) -> int:
-        return len(self._expressions)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [_row(expression) for expression in self._expressions[index]]
-        return _row(self._expressions[index])
-
-
-def _row(expression: str) -> Row:
-    return {"prompt": f"What is {expression}?", "answer": calculate(expression), "id": f"calculate {expression}"}
+    def row(self, item: str) -> Row:
+        return {"prompt": f"What is {item}?", "answer": calculate(item), "id": f"calculate {item}"}
 
 
 def reward(text: str, answer: str) -> float:

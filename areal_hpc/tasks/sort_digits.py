@@ -8,26 +8,20 @@ whatever the seed, so that two runs are comparable. Standard library only: the r
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
-from areal_hpc.errors import DataError
+from areal_hpc.tasks.rows import MadeRows, Row
 
 if TYPE_CHECKING:
     from areal_hpc.types import Prompt
 
 NUM_DIGITS = 4
-NUM_HELD_OUT = 256
-HOLD_OUT_SEED = 1234
 BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 DIGITS = re.compile(r"[0-9 ]+")
 
-Row = Mapping[str, str]
 
-
-class SortDigits(Sequence[Row]):
+class SortDigits(MadeRows[int]):
     """The rows of one split, ``{"prompt", "answer", "id"}`` each, in an order drawn by ``seed``.
 
     Raises:
@@ -35,27 +29,11 @@ class SortDigits(Sequence[Row]):
     """
 
     def __init__(self, split: str = "train", seed: int = 0) -> None:
-        numbers = list(range(10**NUM_DIGITS))
-        random.Random(HOLD_OUT_SEED).shuffle(numbers)
-        splits = {"train": numbers[NUM_HELD_OUT:], "eval": numbers[:NUM_HELD_OUT]}
-        if split not in splits:
-            raise DataError(f"split {split!r} of the task SortDigits does not exist; use 'train' or 'eval'")
-        self._numbers = splits[split]
-        random.Random(seed).shuffle(self._numbers)
+        super().__init__(range(10**NUM_DIGITS), split, seed)
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [_row(number) for number in self._numbers[index]]
-        return _row(self._numbers[index])
+    def row(self, item: int) -> Row:
+        digits = f"{item:0{NUM_DIGITS}d}"
+        return {"prompt": f"Sort {' '.join(digits)}", "answer": " ".join(sorted(digits)), "id": f"sort-{digits}"}
 
 
 class GivenAnswers(SortDigits):
@@ -65,16 +43,8 @@ class GivenAnswers(SortDigits):
     one in falling order, and one is right without a box. A row of equal digits has only the last kind.
     """
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [_with_answers(row) for row in super().__getitem__(index)]
-        return _with_answers(super().__getitem__(index))
+    def row(self, item: int) -> Row:
+        return _with_answers(super().row(item))
 
 
 def _with_answers(row: Row) -> Row:
@@ -85,11 +55,6 @@ def _with_answers(row: Row) -> Row:
     right = f"\\boxed{{{answer}}}"
     rejected = kinds[sum(map(int, old.split())) % len(kinds)]
     return {**row, "response": right, "chosen": right, "rejected": rejected}
-
-
-def _row(number: int) -> Row:
-    digits = f"{number:0{NUM_DIGITS}d}"
-    return {"prompt": f"Sort {' '.join(digits)}", "answer": " ".join(sorted(digits)), "id": f"sort-{digits}"}
 
 
 def reward(text: str, answer: str, prompt: Prompt | None = None) -> float:

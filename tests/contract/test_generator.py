@@ -7,6 +7,8 @@ and in one pass over the whole sequence.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +23,8 @@ from real_sglang import MAX_RUNNING as SGLANG_MAX_RUNNING
 from real_sglang import MAX_TOKENS, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
 
-from areal_hpc.errors import GenerationError
+from areal_hpc.dialogue.renderer import load_tokenizer
+from areal_hpc.errors import GenerationError, RequestRefused
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
 from areal_hpc.generation.scripted import ScriptedGenerator
@@ -150,7 +153,7 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(url: str, reque
 
     async def scenario() -> None:
         client = EngineClient("engine-0", engine_url, token="secret")
-        with pytest.raises(GenerationError, match=r"engine-0.*status 400"):
+        with pytest.raises(RequestRefused, match=r"engine-0.* refuses the request: .*context"):
             await client.generate(asked(100_000))
         await client.close()
         stranger = EngineClient("engine-0", engine_url, token="wrong")
@@ -159,6 +162,46 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(url: str, reque
         await stranger.close()
 
     asyncio.run(scenario())
+
+
+TAGGED = {"structures": [{"begin": "<a>", "schema": {"enum": ["x", "y"]}, "end": "</a>"}], "triggers": ["<a>"]}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_grammar_that_cannot_be_forced_is_refused_with_a_reason(engine: Opens, streamed: bool) -> None:
+    nonsense = {"type": "nonsense"}
+    tag = {**TAGGED, "structures": [{**TAGGED["structures"][0], "schema": nonsense}]}  # type: ignore[dict-item]
+
+    async def scenario(made: Any) -> None:
+        grammars = ({"json_schema": json.dumps(nonsense)}, {"structural_tag": json.dumps(tag)})
+        for number, grammar in enumerate(grammars):
+            request = asked(4, f"g{number}", **grammar)
+            with pytest.raises(RequestRefused, match=r"cannot be forced|Failed to compile"):
+                await made.generate(replace(request, on_tokens=(lambda _: None) if streamed else None))
+        assert (await made.generate(asked(4, "next"))).token_ids.size == 4
+
+    run(engine, scenario)
+
+
+def test_what_a_tag_begins_is_held_to_its_schema_and_log_probs_are_those_of_what_it_leaves(
+    engine: Opens, judge: tuple[Path, Any]
+) -> None:
+    tokenizer = load_tokenizer(judge[0])
+    must = json.dumps({**TAGGED, "at_least_one": True})
+
+    async def scenario(made: Any) -> None:
+        forced = asked(24, structural_tag=must, temperature=1.0, ignore_eos=False)
+        completion = await made.generate(replace(forced, num_top=2))
+        text = tokenizer.decode(completion.token_ids[:10].tolist())  # a token is a byte
+        assert text in ('<a>"x"</a>', '<a>"y"</a>')
+        choice = text.index('"') + 1
+        others = [place for place in range(10) if place != choice]
+        np.testing.assert_allclose(completion.logprobs[others], 0.0, atol=1e-6)  # there was no other token
+        assert completion.logprobs[choice] < 0.0
+        both = {tokenizer.decode([token]): logprob for logprob, token in completion.top_logprobs[choice]}
+        assert set(both) == {"x", "y"} and sum(map(math.exp, both.values())) == pytest.approx(1.0, abs=1e-4)
+
+    run(engine, scenario)
 
 
 def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Opens) -> None:
@@ -296,7 +339,7 @@ def test_F7_the_longest_sequence_is_served_whole_and_a_longer_one_refused(
         completion = await made.generate(asked(num, "fits", prompt=LONG_PROMPT, temperature=1.0))
         assert (len(completion.token_ids), completion.stop) == (num, StopReason.LENGTH)
         assert_logprobs(completion, logits(judge, LONG_PROMPT, completion))
-        with pytest.raises(GenerationError, match="status 400"):
+        with pytest.raises(RequestRefused, match="refuses the request"):
             await made.generate(asked(4, "longer than the context", prompt=LONG_PROMPT * 40))
 
     run(engine, scenario)

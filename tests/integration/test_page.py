@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dialogues import make_dialogue, said
+from dialogues import said
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -54,11 +54,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     driver = webdriver.Chrome(options=options, service=service)
     yield driver
     driver.quit()
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    return make_dialogue(tmp_path_factory.mktemp("hermes"), "hermes")
 
 
 @pytest.fixture
@@ -182,6 +177,8 @@ def test_a_live_run_shows_its_sessions_as_they_go_on(
             curve=Course(run_dir).told,
             live=lambda: sessions,
             spelled=hermes.spelled,
+            worker="rollout-0",
+            others=lambda: {"rollout-1": "http://127.0.0.1:9/"},
         )
         async with served(hermes, by_versions(hermes, text), board=board) as service:
             sessions.append(service.session)
@@ -203,6 +200,8 @@ def test_a_live_run_shows_its_sessions_as_they_go_on(
         assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .evaluation")) == 1
         row = find(browser, "#sessions tr")
         assert "open" in row.text
+        assert "these by rollout-0. Others: rollout-1" in find(browser, "#others").text
+        assert find(browser, "#others a").get_attribute("href") == "http://127.0.0.1:9/"
 
         here.call(service.chat("What day is it?"))
         wait_for(browser, lambda: find(browser, "#sessions tr").text.split()[1] == "1")  # it came by itself
@@ -260,6 +259,7 @@ def test_a_run_that_has_ended_shows_what_is_written_of_it(
     with background(scenario) as here:
         log_in(browser, here.url, ADMIN)
         assert wait_for(browser, lambda: find(browser, "#state").text) == "as its files tell"
+        assert not find(browser, "#others").is_displayed()
         row = find(browser, "#sessions tr").text
         assert "3 to 4" in row and "sealed" in row
         find(browser, "#sessions button").click()

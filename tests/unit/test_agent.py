@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-from dialogues import make_dialogue
 from served import Served, run, served
 
 from areal_hpc.config.schema import AgentConfig, Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
@@ -44,11 +43,6 @@ def post(url, body):
     return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), key)))
 answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": data["messages"]})
 """
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    return make_dialogue(tmp_path_factory.mktemp("hermes"), "hermes")
 
 
 async def ask(base_url: str, api_key: str, *contents: str) -> str:

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from areal_hpc.generation.answers import (
     Answer,
     BadAnswer,
+    Refusal,
     join_answers,
     new_tokens,
     parse_answer,
+    reason_of,
     request_body,
     sampling_params,
     version_number,
@@ -138,6 +140,7 @@ def test_E3_every_sampling_field_reaches_the_engine() -> None:
         "ignore_eos": True,
         "seed": 3,
         "json_schema": '{"type": "object"}',
+        "structural_tag": '{"structures": []}',
     }
     assert set(changes) == {field.name for field in fields(Sampling)}
     plain = Sampling(max_new_tokens=16)
@@ -156,6 +159,54 @@ def test_F2_prompt_10_limit_8_abort_after_5_asks_for_3_more() -> None:
     sent = request_body(request, "r#1", [90, 91, 92, 93, 94])
     assert sent["input_ids"] == [*range(10), 90, 91, 92, 93, 94]
     assert sent["sampling_params"]["max_new_tokens"] == 3
+
+
+def test_the_likeliest_tokens_are_asked_for_and_told_for_every_token() -> None:
+    plain = GenerationRequest(request_id="r", token_ids=(1,), sampling=Sampling(max_new_tokens=8))
+    assert "top_logprobs_num" not in request_body(plain, "r", [])
+    assert request_body(replace(plain, num_top=3), "r", [])["top_logprobs_num"] == 3
+    rows = [[-0.5, 7, None], [-1.5, 8, None]]
+    meta = {
+        "output_token_logprobs": rows,
+        "output_top_logprobs": [[[-0.5, 7, "a"], [-2.0, 9, "b"]], None],
+        "weight_version": "1",
+        "finish_reason": {"type": "length"},
+    }
+    how = {"budget": 2, "pinned": 1, "initial": 0, "in_place": True}
+    body = {"output_ids": [7, 8], "meta_info": meta, "text": ""}
+    answer = parse_answer(body, num_top=2, **how)  # type: ignore[arg-type]
+    assert answer.top_logprobs == (((-0.5, 7), (-2.0, 9)), ())
+    assert join_answers([answer, answer], 4).top_logprobs == answer.top_logprobs * 2
+    assert parse_answer(body, **how).top_logprobs == ()  # type: ignore[arg-type]
+    for spoilt in ([], None):
+        meta["output_top_logprobs"] = spoilt
+        with pytest.raises(BadAnswer):
+            parse_answer(body, num_top=2, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "no such grammar"}},
+        {
+            "output_ids": [],
+            "meta_info": {
+                "output_token_logprobs": [],
+                "weight_version": "1",
+                "finish_reason": {"type": "abort", "message": "no such grammar", "status_code": 400},
+            },
+        },
+    ],
+)
+def test_a_stream_that_says_what_is_wrong_with_its_request_is_a_refusal(body: Any) -> None:
+    with pytest.raises(Refusal, match=r"^no such grammar$"):
+        parse_answer(body, budget=2, pinned=1, initial=0, in_place=True)
+
+
+def test_what_a_refusal_says_is_found_and_never_long() -> None:
+    assert reason_of({"error": {"message": "no"}}) == "no"
+    assert reason_of("plain") == "plain"
+    assert len(reason_of({"error": "x" * 1000})) == 300
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6), budget=st.integers(1, 30))

@@ -13,7 +13,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from dialogues import make_dialogue
 from hypothesis import given
 from hypothesis import strategies as st
 from served import run, served
@@ -25,11 +24,6 @@ from areal_hpc.proxy.page import Board, show
 from areal_hpc.report.course import Course
 from areal_hpc.roles.wiring.agents import Notes
 from areal_hpc.telemetry import Recorder
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    return make_dialogue(tmp_path_factory.mktemp("hermes"), "hermes")
 
 
 def line(number: int) -> dict[str, object]:

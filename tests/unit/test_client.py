@@ -15,7 +15,7 @@ import pytest
 from driven import GROUP, PROMPT, SPECS, drive, request, until, update
 from fake_engine import TOKEN, FakeEngine, expected_tokens, running
 
-from areal_hpc.errors import GenerationError, WeightUpdateError
+from areal_hpc.errors import GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address, EngineLost, EngineRefused
 from areal_hpc.types import StopReason
@@ -45,7 +45,7 @@ def test_an_answer_under_a_schema_that_was_interrupted_in_its_middle_is_not_cont
     """Its rest would be held to the whole schema again; before its first token nothing is lost."""
     under = replace(request(), sampling=replace(request().sampling, json_schema="{}"))
     engine = FakeEngine(interrupt_at=[3])
-    with pytest.raises(GenerationError, match="in the middle of a JSON schema"):
+    with pytest.raises(GenerationError, match="in the middle of a grammar"):
         drive(engine, lambda client: client.generate(under))
     engine = FakeEngine(interrupt_at=[0])
     assert drive(engine, lambda client: client.generate(under)).token_ids.tolist() == expected_tokens(PROMPT, 8)
@@ -134,6 +134,16 @@ def test_an_engine_error_is_an_error() -> None:
     engine.faults["/generate"] = [500]
     with pytest.raises(GenerationError, match="status 500") as caught:
         drive(engine, lambda client: client.generate(request()))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_an_engine_says_is_wrong_with_a_request_is_told_as_such(streamed: bool) -> None:
+    engine = FakeEngine()
+    engine.faults["/generate"] = [400]
+    asked = replace(request(), on_tokens=(lambda _: None) if streamed else None)
+    with pytest.raises(RequestRefused, match=r"fake-0 at http.* refuses the request: ") as caught:
+        drive(engine, lambda client: client.generate(asked))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 

@@ -64,7 +64,7 @@ def is_person(value: Any) -> bool:
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))
 def test_whatever_is_sampled_is_json_of_the_schema_and_then_the_turn_ends(seed: int) -> None:
-    matcher, rng, sampled = GRAMMARS.matcher(as_schema(PERSON)), np.random.default_rng(seed), []
+    matcher, rng, sampled = GRAMMARS.matcher(schema=as_schema(PERSON)), np.random.default_rng(seed), []
     while EOS not in sampled:
         allowed = matcher.allowed()
         assert allowed.shape == (VOCAB_SIZE + 5,) and allowed.any()
@@ -88,7 +88,7 @@ people = st.fixed_dictionaries(
 @given(people)
 def test_whatever_the_schema_allows_can_be_sampled(person: dict[str, Any]) -> None:
     text = json.dumps({name: person[name] for name in PERSON["properties"]}, ensure_ascii=False)
-    matcher = GRAMMARS.matcher(as_schema(PERSON))
+    matcher = GRAMMARS.matcher(schema=as_schema(PERSON))
     for token in [*TOKENIZER.encode(text), EOS]:
         assert matcher.allowed()[token], (text, token)
         matcher.take(token)

@@ -75,6 +75,15 @@ def test_the_page_command_tells_where_it_is_and_who_may_look(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_a_page_of_a_run_whose_token_is_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever brings no token would be let in."""
+    run = RunDir.create(tmp_path / "run")
+    run.config.write_text("trainer: {total_steps: 3}", encoding="utf-8")
+    run.token.write_bytes(b"\n")
+    assert main(["page", str(run.root)]) == 2
+    assert f"{run.token} holds no key; remove it" in capsys.readouterr().err
+
+
 def test_a_page_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["page", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err

@@ -28,16 +28,6 @@ CALL = {"id": "c1", "name": "add", "arguments": '{"a": 1}'}
 USER = message("user", "What is 2 + 3?")
 
 
-@pytest.fixture(scope="module")
-def dialogues(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
-    return {family: make_dialogue(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def hermes(dialogues: dict[str, ChatRenderer]) -> ChatRenderer:
-    return dialogues["hermes"]
-
-
 def completion(ids: Sequence[int], version: int = 3, stop: StopReason = StopReason.STOP) -> Completion:
     return Completion(
         token_ids=np.array(ids, dtype=np.int32),

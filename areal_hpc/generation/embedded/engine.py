@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from pathlib import Path
 
 from areal_hpc.buckets import dtype_named
+from areal_hpc.dialogue.grammar import Matcher
 from areal_hpc.dialogue.text import IncrementalText, load_text
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.model import load_model
@@ -60,7 +61,8 @@ class EmbeddedEngine:
         self.model = load_model(self.model_path, dtype_named(dtype), max_tokens)
         self.text = load_text(self.model_path)
         architecture = self.model.architecture
-        self.grammars = self.text and self.text.grammars(sorted(architecture.eos_token_ids), architecture.vocab_size)
+        ends = sorted(architecture.eos_token_ids)
+        self.grammars = None if self.text is None else self.text.grammars(ends, architecture.vocab_size)
         if max_tokens > architecture.max_positions:
             raise DataError(
                 f"max_tokens {max_tokens} exceeds the {architecture.max_positions} positions of {model_path}; "
@@ -92,8 +94,8 @@ class EmbeddedEngine:
 
         Raises:
             DataError: an empty prompt, ids outside the vocabulary, more tokens than the context holds, stop strings
-                or a schema without a tokenizer, a schema that cannot be forced. Nothing is ever truncated.
-            ConfigError: the package that forces schemas is not installed.
+                or a grammar without a tokenizer, a grammar that cannot be forced. Nothing is ever truncated.
+            ConfigError: the package that forces grammars is not installed.
         """
         self._check(prompt, params, logprob_start)
         parent = request_id or uuid.uuid4().hex
@@ -109,10 +111,15 @@ class EmbeddedEngine:
                 logprob_start=logprob_start,
                 num_top=num_top,
                 tracker=IncrementalText(self.text.decode) if params.stop and self.text else None,
-                matcher=self.grammars.matcher(params.json_schema) if params.json_schema and self.grammars else None,
+                matcher=self._matcher(params),
             )
             for index in range(params.n)
         ]
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if self.grammars is None or not (params.json_schema or params.structural_tag):
+            return None
+        return self.grammars.matcher(schema=params.json_schema, structural_tag=params.structural_tag)
 
     def _check(self, prompt: Many[int], params: SamplingParams, logprob_start: int | None) -> None:
         vocab_size = self.model.architecture.vocab_size
@@ -129,5 +136,5 @@ class EmbeddedEngine:
             raise DataError(f"logprob_start_len must be -1 or in [0, {len(prompt)})")
         if params.stop and self.text is None:
             raise DataError(f"stop strings need a tokenizer, and {self.model_path} has none")
-        if params.json_schema and self.grammars is None:
-            raise DataError(f"a JSON schema needs a tokenizer, and {self.model_path} has none")
+        if (params.json_schema or params.structural_tag) and self.grammars is None:
+            raise DataError(f"a grammar needs a tokenizer, and {self.model_path} has none")

@@ -21,7 +21,8 @@ from areal_hpc.errors import GenerationError
 from areal_hpc.generation.embedded.cache import KVCache
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.sampler import Sampled, SamplingColumns, sample, uniforms
-from areal_hpc.generation.embedded.sequence import Sequence, TokenLogprob
+from areal_hpc.generation.embedded.sequence import Sequence
+from areal_hpc.types import TokenLogprob
 from areal_hpc.waits import advance
 
 LOGIT_ROWS = 256

@@ -19,6 +19,7 @@ from areal_hpc.dialogue.grammar import Matcher
 from areal_hpc.dialogue.text import IncrementalText
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.sampler import mix
+from areal_hpc.types import TokenLogprob
 
 NEUTRAL = {
     "frequency_penalty": 0.0,
@@ -27,7 +28,6 @@ NEUTRAL = {
     "spaces_between_special_tokens": True,
     "regex": None,
     "ebnf": None,
-    "structural_tag": None,
     "logit_bias": None,
     "custom_params": None,
     "stop_regex": None,
@@ -53,6 +53,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     sampling_seed: int | None = None
     json_schema: str = ""
+    structural_tag: str = ""
 
     def __post_init__(self) -> None:
         for holds, rule in (
@@ -64,6 +65,10 @@ class SamplingParams:
             (self.top_k == -1 or self.top_k >= 1, "top_k must be -1 (off) or at least 1"),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
             (all(self.stop), "stop strings must not be empty"),
+            (
+                not (self.json_schema and self.structural_tag),
+                "json_schema and structural_tag exclude each other",
+            ),
             (self.sampling_seed is None or 0 <= self.sampling_seed < 2**64, "sampling_seed must fit 64 bits"),
         ):
             if not holds:
@@ -87,7 +92,7 @@ class SamplingParams:
 
 NUMBERS = ("temperature", "top_p", "min_p")
 FLAGS = ("ignore_eos", "skip_special_tokens", "no_stop_trim")
-TEXTS = ("json_schema",)
+TEXTS = ("json_schema", "structural_tag")
 LISTS = {"stop": str, "stop_token_ids": int}
 
 
@@ -105,10 +110,6 @@ def _check_kind(key: str, value: Any) -> None:
         fits, kind = isinstance(value, int), "an integer"
     if not fits:
         raise DataError(f"sampling_params: {key} must be {kind}")
-
-
-TokenLogprob = tuple[float, int]
-"""(log-prob, token id)"""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,7 +134,7 @@ class Sequence:
     tracker: IncrementalText | None = None
     """Follows the text where there are stop strings."""
     matcher: Matcher | None = None
-    """Follows the answer where it has a schema."""
+    """Follows the answer where a grammar forces it."""
 
     row: int = -1
     prefix: tuple[int, ...] = ()

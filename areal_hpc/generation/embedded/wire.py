@@ -8,7 +8,8 @@ from typing import Any
 
 from areal_hpc.dialogue.text import Text, first_stop
 from areal_hpc.errors import DataError
-from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence, TokenLogprob
+from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence
+from areal_hpc.types import TokenLogprob
 
 FIELDS = {
     "text",

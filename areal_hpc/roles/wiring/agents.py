@@ -17,6 +17,7 @@ from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.tool_formats import FORMATS, detect
 from areal_hpc.errors import ConfigError
+from areal_hpc.fs import read_if_listed
 from areal_hpc.protocols import Generator, Workflow
 from areal_hpc.proxy.agent import Agent, AgentWorkflow, command_agent, python_agent, shared_http_client
 from areal_hpc.proxy.app import Service, serve
@@ -155,4 +156,16 @@ def make_board(process: RoleProcess, renderer: ChatRenderer, live: Callable[[], 
         live=live,
         spelled=renderer.spelled,
         discount=process.config.agent.discount,
+        worker=process.name,
+        others=partial(other_pages, process),
     )
+
+
+def other_pages(process: RoleProcess) -> dict[str, str]:
+    """Where the attempt's other rollout workers serve their pages, by name, as far as they are up."""
+    found = {}
+    for index in range(process.config.rollout.workers):
+        record = read_if_listed(process.attempt.endpoint("rollout", index)) or {}
+        if f"rollout-{index}" != process.name and "agents_url" in record:
+            found[f"rollout-{index}"] = f"{record['agents_url']}/"
+    return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, create_exclusive
+from areal_hpc.fs import RunDir
+from areal_hpc.keys import make_key
 from areal_hpc.protocols import Generator, RolloutWriter
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.chronicle import Chronicle
@@ -33,13 +32,9 @@ def standing_key(path: Path) -> str:
     """What an agent's settings hold: made once for a run, in a file that only its owner can read.
 
     Raises:
-        RunDirError: the file is empty, as a crash can leave it where there are no hard links; whoever brings no key
-            would be let in.
+        RunDirError: the file is empty.
     """
-    create_exclusive(path, f"sk-{secrets.token_urlsafe(32)}".encode())
-    key = path.read_text(encoding="ascii")
-    if not key:
-        raise RunDirError(f"{path} holds no key; remove it, and the run makes another when it is started again")
+    key = make_key(path, "sk-")
     add_secret(key)
     return key
 

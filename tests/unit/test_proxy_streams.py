@@ -1,0 +1,193 @@
+"""Answers that are streamed: as they come, kept alive, broken off, cut at whole characters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from dialogues import said
+from served import ADMIN, STREAMS, USER, Gated, Served, run, served, text_of
+
+from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.errors import GenerationError
+from areal_hpc.types import Completion, GenerationRequest
+
+
+async def read_events(answer: Any, path: str, wanted: int) -> list[str]:
+    """Texts of events until ``wanted`` have come."""
+    texts: list[str] = []
+    while len(texts) < wanted:
+        line = (await answer.content.readline()).decode().strip()
+        if line.startswith("data: ") and (text := text_of(path, json.loads(line[6:]))):
+            texts.append(text)
+    return texts
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_H2_tokens_are_sent_as_they_come_and_a_turn_is_kept_before_its_end_is_told(
+    hermes: ChatRenderer, path: str
+) -> None:
+    """A client may hang up on the terminal event."""
+
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "abc"))
+        async with served(hermes, [], generator=engine) as service:
+            headers = {"Authorization": f"Bearer {service.session.key}"}
+            engine.next()
+            async with service.http.post(
+                service.url + path, json=STREAMS[path] | {"stream": True}, headers=headers
+            ) as answer:
+                assert await read_events(answer, path, 1) == ["a"]
+                engine.next()
+                assert await read_events(answer, path, 1) == ["b"]
+                assert service.session.transcript.turns == []
+                engine.next()
+                engine.next()
+                assert await read_events(answer, path, 1) == ["c"]
+                terminal = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
+                while terminal.get(path, b'"finish_reason": "stop"') not in (await answer.content.readline()):
+                    pass
+                assert len(service.session.transcript.turns) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_H3_an_answer_that_breaks_off_does_not_look_like_an_end_and_is_not_trained(
+    hermes: ChatRenderer, path: str
+) -> None:
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "abc"))
+        engine.next()
+        async with served(hermes, [], generator=engine) as service:
+            body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
+            async with service.http.post(service.url + path, json=body, headers=headers) as answer:
+                assert await read_events(answer, path, 1) == ["a"]
+                engine.next(fail=True)
+                text = await answer.text()
+            assert answer.status == 200 and "the engine is gone" in text
+            for end in ("[DONE]", "response.completed", "message_stop", '"finish_reason": "stop"'):
+                assert end not in text
+            assert "broke off" in service.session.broken and service.session.transcript.turns == []
+            exported = await service.post("/rl/export", {"session_id": service.session.id}, ADMIN)
+            assert exported[1]["trajectories"] == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_at_once_is_a_status_that_clients_try_again(hermes: ChatRenderer, stream: bool) -> None:
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "abc"))
+
+        async def fails(_: GenerationRequest) -> Completion:
+            raise GenerationError("the engine is gone")
+
+        engine.generate = fails  # type: ignore[method-assign]
+        async with served(hermes, [], generator=engine) as service:
+            status, answer = await service.post("/v1/messages", STREAMS["/v1/messages"] | {"stream": stream})
+            assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+            assert service.session.broken == ""
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_told", [0, 1])
+def test_a_silent_stream_is_kept_alive(hermes: ChatRenderer, num_told: int) -> None:
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "a"))
+        for _ in range(num_told):
+            engine.next()
+        async with served(hermes, [], generator=engine, keep_alive_s=0.01) as service:
+            headers = {"Authorization": f"Bearer {service.session.key}"}
+            body = {"messages": [USER], "stream": True}
+            async with service.http.post(f"{service.url}/v1/chat/completions", json=body, headers=headers) as answer:
+                while not (await answer.content.readline()).startswith(b": keep-alive"):
+                    pass
+
+    run(scenario())
+
+
+def test_a_client_that_hangs_up_ends_its_request_at_the_engine(hermes: ChatRenderer) -> None:
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "abc"))
+        engine.next()
+        async with served(hermes, [], generator=engine) as service:
+            headers = {"Authorization": f"Bearer {service.session.key}"}
+            body = {"messages": [USER], "stream": True}
+            answer = await service.http.post(f"{service.url}/v1/chat/completions", json=body, headers=headers)
+            await read_events(answer, "/v1/chat/completions", 1)
+            answer.close()
+            while not engine.cancelled:
+                await asyncio.sleep(0.001)
+            assert service.session.transcript.turns == [] and service.session.broken == ""
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", ["ď", "今日", "🙂", "a🙂b"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_H15_characters_of_several_tokens_are_whole_in_every_chunk(hermes: ChatRenderer, path: str, text: str) -> None:
+    async def scenario() -> None:
+        async with served(hermes, lambda _: text) as service:
+            _, events = await service.post(path, STREAMS[path] | {"stream": True})
+            texts = [text_of(path, data) for _, data in events if data != "[DONE]"]
+            assert "".join(texts) == text and not any("\ufffd" in one for one in texts)
+
+    run(scenario())
+
+
+def test_bytes_that_are_no_text_are_replaced_and_the_tokens_kept(hermes: ChatRenderer) -> None:
+    broken = [*hermes.encode("🙂")[:2], hermes.eos_token_ids[0]]
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: broken) as service:
+            _, events = await service.post("/v1/completions", {"prompt": "hi", "stream": True})
+            assert "".join(text_of("/v1/completions", d) for _, d in events if d != "[DONE]") == hermes.spelled(
+                broken[:2]
+            )
+            assert service.session.transcript.turns[0].completion.token_ids.tolist() == broken
+
+    run(scenario())
+
+
+def test_streams_of_many_sessions_at_once_do_not_mix(hermes: ChatRenderer) -> None:
+    async def ask(service: Served, number: int) -> None:
+        _, session = await service.post("/rl/start_session", {}, ADMIN)
+        messages = [{"role": "user", "content": f"number {number};"}]
+        body = {"messages": messages, "stream": True}
+        _, events = await service.post("/v1/chat/completions", body, session["api_key"])
+        assert "".join(text_of("/v1/chat", data) for _, data in events[:-1]) == f"you said {number}"
+
+    async def scenario() -> None:
+        def echo(request: GenerationRequest) -> str:
+            return "you said " + hermes.spelled(request.token_ids).split("number ")[1].split(";")[0]
+
+        async with served(hermes, echo, max_sessions=200) as service:
+            await asyncio.gather(*(ask(service, number) for number in range(100)))
+            assert len(service.engine.requests) == 100
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_usage_is_the_last_chunk_before_the_end_where_it_is_asked_for(
+    hermes: ChatRenderer, path: str, wanted: bool | None
+) -> None:
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            body = STREAMS[path] | {"stream": True, "stream_options": {"include_usage": wanted}}
+            _, events = await service.post(path, body)
+            assert events.pop() == ("", "[DONE]")
+            chunks = [data for _, data in events]
+            if wanted:
+                last = chunks.pop()
+                assert (last["choices"], last["usage"]["completion_tokens"]) == ([], len("yes") + 1)
+            assert all(chunk["choices"] and chunk.get("usage") is None for chunk in chunks)
+            assert all(("usage" in chunk) == bool(wanted) for chunk in chunks)
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario())
