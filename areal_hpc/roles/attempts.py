@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,14 +20,15 @@ from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import Owner, whence
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.exits import EXIT_STALLED
-from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
+from areal_hpc.fs import AttemptDir, RunDir, publish, publish_json
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
+from areal_hpc.roles.credentials import keep_secret
 from areal_hpc.roles.guard import Guard
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
@@ -70,7 +70,7 @@ class Attempts:
         """
         epoch, outcome = after, RESTARTING
         while outcome == RESTARTING:
-            owner = Owner.this_process().record()
+            owner = Owner.this_process().record() | whence()
             epoch = claim_epoch(self.run, owner, after=epoch)
             outcome = self._attempt(epoch, owner, after)
         return outcome
@@ -87,7 +87,7 @@ class Attempts:
                 if self.resume_from is not None:
                     publish_json(attempt.resume_from, {"step": self.resume_from, "after": after})
                 publish(self.run.config, dump(self.config).encode())
-                create_exclusive(self.run.token, secrets.token_urlsafe(32).encode())
+                keep_secret(self.run.token)
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)

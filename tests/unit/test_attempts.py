@@ -104,7 +104,7 @@ def test_A47_a_job_whose_last_checkpoint_came_too_late_goes_on_from_the_one_befo
     assert state_of(run) == "failed"
 
 
-@pytest.mark.parametrize("failing", ["supervise", "publish", "create_exclusive"])
+@pytest.mark.parametrize("failing", ["supervise", "publish", "keep_secret"])
 @pytest.mark.parametrize("error", [RoleDied("x"), OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_no_exception_leaves_an_attempt_running(
     failing: str, error: BaseException, config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, create_exclusive
+from areal_hpc.fs import RunDir
 from areal_hpc.protocols import Generator, RolloutWriter
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.chronicle import Chronicle
 from areal_hpc.proxy.online import Online, Score
 from areal_hpc.proxy.sessions import Sessions
+from areal_hpc.roles.credentials import keep_secret
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.agents import make_board, make_dialect, make_notes, opener
 from areal_hpc.rollout.online import OnlineRunner, RunningBaseline
@@ -30,13 +30,12 @@ NEVER_S = 1e9
 
 
 def standing_key(path: Path) -> str:
-    """What an agent's settings hold: made once for a run, in a file that only its owner can read.
+    """What an agent's settings hold: made once for a run and its owner, in a file that only he can read.
 
     Raises:
-        RunDirError: the file is empty, as a crash can leave it where there are no hard links; whoever brings no key
-            would be let in.
+        RunDirError: the file is empty; whoever brings no key would be let in.
     """
-    create_exclusive(path, f"sk-{secrets.token_urlsafe(32)}".encode())
+    keep_secret(path, "sk-")
     key = path.read_text(encoding="ascii")
     if not key:
         raise RunDirError(f"{path} holds no key; remove it, and the run makes another when it is started again")
