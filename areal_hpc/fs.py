@@ -13,20 +13,19 @@ import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RunDirError, WaitTimeout
 from areal_hpc.patience import naming, opened_status, rename, retried
+from areal_hpc.privacy import check_mode, make_inside, make_root, open_private
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
-PRIVATE_FILE = 0o600
-PRIVATE_DIR = 0o700
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TEMPORARY_NAME = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -42,10 +41,10 @@ def fsync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes, *, secret: bool) -> Iterator[Path]:
     """A private, durable file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, secret=secret)
     try:
         _write_durably(fd, path, data)
         yield temporary
@@ -61,14 +60,16 @@ def _write_durably(fd: int, path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def publish(path: Path, data: bytes) -> None:
+def publish(path: Path, data: bytes, *, secret: bool = False) -> None:
     """Replace ``path`` by ``data`` so that every reader sees the old or the new bytes, never a mixture.
+
+    A ``secret`` is nobody's but the caller's, also in a group's run directory.
 
     Raises:
         OSError: the file system refused; ``path`` is unchanged and nothing is left behind.
     """
     with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
-        with _temporary(path, data) as temporary:
+        with _temporary(path, data, secret=secret) as temporary:
             rename(temporary, path)
         fsync_directory(path.parent)
 
@@ -85,7 +86,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     and a crash may leave it so). A server may answer "exists" to a repeated request of ours: a second link says so.
     """
     with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
-        with _temporary(path, data) as temporary:
+        with _temporary(path, data, secret=False) as temporary:
             made = _link(temporary, path)
             temporary.unlink(missing_ok=True)
         if made is None:
@@ -110,7 +111,7 @@ def _link(temporary: Path, path: Path) -> bool | None:
 
 def _create_by_open(path: Path, data: bytes) -> bool:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return False
     _write_durably(fd, path, data)
@@ -171,15 +172,16 @@ def wait_for(
     return answer
 
 
-def make_private_directory(path: Path) -> Path:
-    """``path`` as a directory that only its owner can enter; parents are made with the caller's umask.
+def make_private_directory(path: Path, make: Callable[[Path], None] = make_inside) -> Path:
+    """``path`` as a directory as private as the one it lies in; parents are made with the caller's umask.
 
     Its name is durable even if somebody made it who was killed before he could sync it; so are those of new parents.
     """
     for parent in reversed([parent for parent in path.parents if not parent.is_dir()]):
         parent.mkdir(exist_ok=True)
         fsync_directory(parent.parent)
-    path.mkdir(mode=PRIVATE_DIR, exist_ok=True)
+    with suppress(FileExistsError):
+        make(path)
     fsync_directory(path.parent)
     return path
 
@@ -208,19 +210,17 @@ class RunDir:
     root: Path
 
     @classmethod
-    def create(cls, root: Path) -> RunDir:
-        """The run directory at ``root``, made if it is not there.
+    def create(cls, root: Path, group: str = "") -> RunDir:
+        """The run directory at ``root``, made if it is not there, for its owner alone or for a ``group``.
 
         Raises:
-            RunDirError: the name is not usable, or the directory lies open to other users.
+            RunDirError: the name or the group is not usable, or the directory lies open to other users.
         """
         if not NAME.fullmatch(root.name):
             raise RunDirError(f"run name {root.name!r}: use letters, digits, '.', '_' and '-', at most 100; set `name`")
         run = cls(root.absolute())
-        make_private_directory(run.root)
-        mode = stat.S_IMODE(run.root.stat().st_mode)
-        if mode & stat.S_IWOTH:
-            raise RunDirError(f"{run.root} is writable by everybody; run `chmod 700 {run.root}`")
+        make_private_directory(run.root, partial(make_root, group=group))
+        check_mode(run.root, group)
         rooms = (run.secrets, run.attempts, run.journal, run.ring, run.checkpoints, run.weights, run.evaluations)
         for directory in rooms:
             make_private_directory(directory)

@@ -29,7 +29,8 @@ from typing import Any, BinaryIO
 import google_crc32c
 
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import PRIVATE_FILE, RunDir, fsync_directory, make_private_directory
+from areal_hpc.fs import RunDir, fsync_directory, make_private_directory
+from areal_hpc.privacy import open_private
 from areal_hpc.types import Drop, Dropped, GroupRef, WeightVersion
 
 FORMAT = 1
@@ -78,7 +79,7 @@ class Journal:
         make_private_directory(run.journal)
         self._crc = 0
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+            fd = open_private(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             raise RunDirError(f"{self._path} exists; stop the other trainer and start the run again") from None
         self._file: BinaryIO = os.fdopen(fd, "wb")

@@ -1,4 +1,8 @@
-"""Keys that lie in files of their owner: made once for a run, and never empty."""
+"""Keys that lie in files of their owner: made once, and again when another member of the run's group goes on with it.
+
+What protects them is that nobody but their owner reads them, the group included; so the next owner makes new ones, and
+what the processes of the owner before still believe in is worth nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,20 @@ import secrets
 from pathlib import Path
 
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import create_exclusive
+from areal_hpc.fs import names_in, publish
+from areal_hpc.privacy import is_own
+
+NUM_BYTES = 32
 
 
 def make_key(path: Path, prefix: str = "") -> str:
-    """The key in the file, made now if there is none.
+    """The caller's own key in the file, made now if there is none; called by who owns the run.
 
     Raises:
         RunDirError: as ``read_key``.
     """
-    create_exclusive(path, f"{prefix}{secrets.token_urlsafe(32)}".encode())
+    if path.name not in names_in(path.parent) or not is_own(path):
+        publish(path, f"{prefix}{secrets.token_urlsafe(NUM_BYTES)}".encode(), secret=True)
     return read_key(path)
 
 
@@ -23,8 +31,7 @@ def read_key(path: Path) -> str:
     """The key in the file.
 
     Raises:
-        RunDirError: the file is empty, as a crash can leave it where there are no hard links; whoever brings no key
-            would be let in.
+        RunDirError: the file is empty; whoever brings no key would be let in.
     """
     key = path.read_text(encoding="ascii").strip()
     if not key:

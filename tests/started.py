@@ -27,7 +27,8 @@ QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 def config_in(directory: Path) -> Config:
     """The quickstart's, with its run and an empty model directory in ``directory``."""
     (directory / "model").mkdir()
-    return load([QUICKSTART], [f"run_root={directory}", "name=run", f"model.path={directory / 'model'}"])
+    words = [f"run_root={directory}", "name=run", f"model.path={directory / 'model'}", "cluster.shape=local"]
+    return load([QUICKSTART], words)
 
 
 def end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

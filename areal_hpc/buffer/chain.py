@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 from areal_hpc.buffer.records import RecordType, checksum, frame, parts
 from areal_hpc.errors import RunDirError, WaitTimeout
-from areal_hpc.fs import PRIVATE_FILE, fsync_directory, make_private_directory
+from areal_hpc.fs import fsync_directory, make_private_directory
 from areal_hpc.patience import PASSING, naming
+from areal_hpc.privacy import open_private
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
@@ -273,7 +274,7 @@ class ChainWriter:
 
     def _create_segment(self, number: int) -> _File:
         path = self.directory / segment_name(number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE)  # it is there when an earlier try failed below
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT)  # it is there when an earlier try failed below
         try:
             fsync_directory(self.directory)
         except OSError:

@@ -26,7 +26,6 @@ from typing import Any
 from areal_hpc.checkpoint.files import STATE, path_of, pending, write_manifest
 from areal_hpc.errors import RoleDied
 from areal_hpc.fs import (
-    PRIVATE_DIR,
     RunDir,
     fsync_directory,
     names_in,
@@ -36,6 +35,7 @@ from areal_hpc.fs import (
     wait_for,
 )
 from areal_hpc.patience import rename
+from areal_hpc.privacy import follow_directory, make_inside
 from areal_hpc.types import WeightVersion
 
 
@@ -46,7 +46,7 @@ def _no_successor() -> None:
 def begin(run: RunDir, version: WeightVersion) -> Path:
     """An empty directory that no reader takes for a checkpoint; ``write`` makes it the one of ``version``."""
     directory = pending(path_of(run, version), "tmp")
-    directory.mkdir(mode=PRIVATE_DIR)
+    make_inside(directory)
     return directory
 
 
@@ -78,6 +78,7 @@ def write(
     path, temporary = path_of(run, version), directory or begin(run, version)
     try:
         save(temporary)
+        follow_directory(temporary)
         publish(temporary / STATE, document)
         write_manifest(temporary, version, layout or {})
         still_leader()

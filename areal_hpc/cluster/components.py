@@ -2,7 +2,7 @@
 
 component    roles
 trainer      trainer ranks, evaluator, and the launcher on its first node
-generation   engines; in the shape ``satellites`` on the trainer's nodes, if there are any besides those that join
+generation   engines; on the trainer's nodes with ``share_nodes`` and, besides those that join, with ``satellites``
 rollout      rollout workers; without nodes of its own they are on the trainer's
 
 What only trains (a replay, an offline algorithm) has the first alone, and what only evaluates the second, with the
@@ -63,8 +63,8 @@ def require_slurm(config: Config) -> None:
     """Raise ConfigError if the shape asks nothing of Slurm."""
     if config.cluster.shape is Shape.LOCAL:
         raise ConfigError(
-            "cluster.shape: local is for `areal-hpc run`, on this machine; set it to het, or to split where the site "
-            "has no heterogeneous jobs"
+            "cluster.shape: local (which deterministic sets) is for `areal-hpc run`, on one machine; set it to het, or "
+            "to split where the site has no heterogeneous jobs"
         )
 
 
@@ -82,7 +82,8 @@ def _roles_by_component(config: Config) -> Mapping[str, tuple[str, ...]]:
         return {"generation": ("generator", "evaluator")}
     if config.replay.run or is_offline(config.algorithm):
         return {"trainer": ROLES["trainer"]}
-    apart = [] if config.cluster.shape is Shape.SATELLITES else ["generation"]
+    together = config.cluster.share_nodes or config.cluster.shape is Shape.SATELLITES
+    apart = [] if together else ["generation"]
     apart += ["rollout"] if config.cluster.rollout.nodes else []
     with_trainer = tuple(role for name, roles in ROLES.items() if name not in apart for role in roles)
     return {"trainer": with_trainer, **{name: ROLES[name] for name in apart}}
@@ -133,7 +134,8 @@ def divide(config: Config, allocated: Sequence[Sequence[str]]) -> dict[str, tupl
         wanted = ", ".join(f"{component.name} {size}" for component, size in zip(components, sizes, strict=True))
         raise ConfigError(
             f"cluster.shape {config.cluster.shape}: the job has components of {found} nodes, and the configuration "
-            f"asks for {wanted}; submit it anew with `areal-hpc submit`"
+            f"asks for {wanted}; submit it anew with `areal-hpc submit`, set cluster.shape=split for a plain job of "
+            "that many nodes, or cluster.shape=local for this node alone"
         )
     return {component.name: tuple(nodes) for component, nodes in zip(components, allocated, strict=True)}
 

@@ -91,7 +91,7 @@ def queued_beside(job_id: str, array_id: str) -> tuple[Queued | None, dict[str, 
 def _queue(job_ids: Sequence[str]) -> str:
     """squeue's lines: one for each component of a job, and for each task of an array."""
     jobs = ["--jobs", ",".join(job_ids)]
-    asked = _ask(["squeue", "--noheader", "--array", *jobs, "--format", SEPARATOR.join(QUEUE_FIELDS)])
+    asked = ask(["squeue", "--noheader", "--array", *jobs, "--format", SEPARATOR.join(QUEUE_FIELDS)])
     if asked.returncode and UNKNOWN_JOB not in asked.stderr:
         raise SubmissionError(f"squeue failed: {asked.stderr.strip()}; try again when Slurm answers")
     return asked.stdout
@@ -114,7 +114,7 @@ def accounted(job_ids: Sequence[str]) -> list[Accounted]:
         SubmissionError: there are no accounts here, or they do not answer.
     """
     words = ["--noheader", "--parsable2", "--duplicates", f"--format={','.join(ACCOUNT_FIELDS)}"]
-    asked = _ask(["sacct", *words, "--jobs", ",".join(job_ids)])
+    asked = ask(["sacct", *words, "--jobs", ",".join(job_ids)])
     if asked.returncode:
         raise SubmissionError(f"sacct failed: {asked.stderr.strip()}; this site may keep no accounts")
     return parse_accounts(asked.stdout)
@@ -172,7 +172,7 @@ def cancel(job_id: str) -> None:
     Raises:
         SubmissionError: Slurm refused, or does not answer.
     """
-    asked = _ask(["scancel", job_id])
+    asked = ask(["scancel", job_id])
     if asked.returncode:
         raise SubmissionError(f"scancel failed: {asked.stderr.strip()}; try again when Slurm answers")
 
@@ -183,7 +183,7 @@ def submit_script(script: Path, options: Sequence[str]) -> str:
     Raises:
         SubmissionError: Slurm refused, or does not answer.
     """
-    asked = _ask(["sbatch", "--parsable", *options, str(script)])
+    asked = ask(["sbatch", "--parsable", *options, str(script)])
     if asked.returncode:
         raise SubmissionError(f"sbatch refused the job: {asked.stderr.strip()}; the script is {script}")
     return asked.stdout.strip().splitlines()[-1].partition(";")[0]
@@ -193,7 +193,7 @@ def verdict(script: str) -> tuple[bool, str]:
     """Whether Slurm would take a batch script as it is, and what sbatch says of it; nothing is submitted."""
     if shutil.which("sbatch") is None:
         return True, "not asked: there is none on this machine"
-    asked = _ask(["sbatch", "--test-only"], script)
+    asked = ask(["sbatch", "--test-only"], script)
     words = [line.removeprefix("sbatch: ").strip() for line in asked.stderr.splitlines() if line.strip()]
     said = "; ".join(words) or "says nothing"
     if asked.returncode and any(word in said for word in NO_ANSWER):
@@ -201,7 +201,12 @@ def verdict(script: str) -> tuple[bool, str]:
     return asked.returncode == 0, said
 
 
-def _ask(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+def ask(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands to its end; ``text`` is its input.
+
+    Raises:
+        SubmissionError: it is not there, or does not answer in ``ASK_S``.
+    """
     try:
         return subprocess.run(  # noqa: S603  no shell
             command, input=text, capture_output=True, text=True, timeout=ASK_S, check=False

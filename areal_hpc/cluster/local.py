@@ -24,7 +24,8 @@ from types import MappingProxyType
 from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import PRIVATE_FILE, AttemptDir, RunDir
+from areal_hpc.fs import AttemptDir, RunDir
+from areal_hpc.privacy import open_private
 
 Process = subprocess.Popen[bytes]
 Key = tuple[str, int]
@@ -115,7 +116,7 @@ class LocalLauncher:
             self.host,
         ]
         self.num_starts[role, index] += 1
-        fd = os.open(self.attempt.log(role, index), os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        fd = open_private(self.attempt.log(role, index), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             process = subprocess.Popen(  # noqa: S603  our own module, no shell
                 command,

@@ -53,6 +53,11 @@ class Owner:
         return fields[0] if fields else ""
 
 
+def whence() -> dict[str, str]:
+    """What is recorded beside the owner for whoever goes on: the directory he began in, where modules may lie."""
+    return {"directory": str(Path.cwd())}
+
+
 def start_ticks(pid: int) -> int | None:
     """Start time of process ``pid`` in clock ticks since boot; None when it is gone or a zombie (proc(5))."""
     fields = _stat(pid)

@@ -12,7 +12,7 @@ from typing import Final
 from areal_hpc.config.algorithm import Level
 from areal_hpc.config.algorithm_checks import check_algorithm
 from areal_hpc.config.cluster import Shape, inherited, seconds_of
-from areal_hpc.config.cluster_checks import check_container, check_replicas
+from areal_hpc.config.cluster_checks import check_container, check_replicas, check_shared_nodes
 from areal_hpc.config.derived import (
     exported_model,
     leave_lead_s,
@@ -360,6 +360,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_attention,
     check_engine_ranks,
     check_replicas,
+    check_shared_nodes,
     check_server_args,
     check_delta,
     check_minibatches,

@@ -98,10 +98,14 @@ class ComponentConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
-    shape: Shape = Shape.LOCAL
-    """`local`: processes of this machine. `het`: one heterogeneous Slurm job, a component for each role group.
-    `split`: one plain Slurm job whose nodes are divided, for sites without heterogeneous jobs. `satellites`: a job of
-    the trainer and the rollout workers, and small jobs of engines that join and leave it at any time."""
+    shape: Shape = Shape.HET
+    """`het`: one heterogeneous Slurm job, a component for each role group. `split`: one plain Slurm job whose nodes are
+    divided, for sites without heterogeneous jobs. `satellites`: a job of the trainer and the rollout workers, and small
+    jobs of engines that join and leave it at any time. `local`: processes of one machine, as always where
+    `areal-hpc run` is typed outside of a job."""
+    share_nodes: bool = False
+    """Put the engines on the trainer's nodes, on GPUs of their own, so that one node is enough. In the shape
+    `satellites` they are there anyway."""
     satellites: int = 1
     """Jobs of engines that `submit` hands in, in the shape `satellites`; each asks for what cluster.generation says."""
     all: ComponentConfig = field(default_factory=lambda: ComponentConfig(nodes=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_hpc.config.cluster import Runtime, Shape
+from areal_hpc.config.cluster import ComponentConfig, Runtime, Shape
 from areal_hpc.config.derived import takes_satellites
 from areal_hpc.config.schema import Config
 
@@ -22,6 +22,15 @@ def check_container(config: Config) -> Iterator[str]:
         yield (
             "cluster.container.args: --container-name would hand a later job on the node what this one has written "
             "into its container; remove it"
+        )
+
+
+def check_shared_nodes(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.share_nodes and cluster.shape is not Shape.SATELLITES and cluster.generation != ComponentConfig():
+        yield (
+            "cluster.generation: asks for nothing with cluster.share_nodes, which puts the engines on the trainer's "
+            "nodes; say it in cluster.trainer, or set cluster.share_nodes to false"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.config.checks import checks_of
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of, with_value
 from areal_hpc.config.layout import parse_layout, settings
 from areal_hpc.config.load import drafted, places, read
@@ -28,6 +29,8 @@ from areal_hpc.errors import ConfigError
 FILLED_BY_LAYOUT = {"generation", "trainer"}
 ONE_AT_A_TIME = ("generation.max_running", 1)
 """What ``deterministic`` sets: the rounding of a matrix product depends on how many rows it has."""
+ONE_KIND_OF_CPU = ("cluster.shape", Shape.LOCAL)
+"""What it sets unless somebody wrote otherwise, which is refused then: nodes of a cluster may round differently."""
 
 
 def read_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
@@ -73,9 +76,8 @@ class _Resolving:
     def run(self) -> None:
         self._apply_layout()
         self._apply_recipe()
-        is_deterministic = self.config.deterministic is True  # it may be anything that somebody wrote
-        if is_deterministic and not is_offline(self.config.algorithm):
-            self.config = with_value(self.config, *ONE_AT_A_TIME)
+        if self.config.deterministic is True:  # it may be anything that somebody wrote
+            self._apply_deterministic()
         for name, problem in out_of_range(self.config):
             if name not in self.unusable:
                 self.problems.append(problem)
@@ -106,6 +108,12 @@ class _Resolving:
         for name, usual in recipe.usual.items():
             if self._untouched(name):
                 self.config = with_value(self.config, name, usual)
+
+    def _apply_deterministic(self) -> None:
+        if not is_offline(self.config.algorithm):
+            self.config = with_value(self.config, *ONE_AT_A_TIME)
+        if self._untouched("cluster.shape"):
+            self.config = with_value(self.config, *ONE_KIND_OF_CPU)
 
     def _fill(self, wanted: Mapping[str, Any], by: str) -> None:
         """Set the ``wanted`` values, which nobody may have written otherwise."""

@@ -282,6 +282,9 @@ class Config:
     """The same weights, bit for bit, however often the run is killed; on CPU, and with generation.max_running = 1."""
     run_root: str = "runs"
     """Directory that run directories are made in; relative to where the command is typed."""
+    run_group: str = ""
+    """Unix group whose members may look at the run, stop it, and go on with it when its owner cannot; empty: nobody but
+    its owner. Secrets are of who runs it: a member who takes over makes new ones."""
     layout: str = ""
     """Compact layout such as `sglang:d4t2+megatron:d2p2t2`; fills `generation` and `trainer`, which must agree."""
     buffer: BufferConfig = field(default_factory=BufferConfig)

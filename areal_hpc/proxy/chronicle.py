@@ -21,7 +21,8 @@ from typing import Any
 
 from areal_hpc.dialogue.text import IncrementalText
 from areal_hpc.dialogue.transcript import Turn
-from areal_hpc.fs import PRIVATE_FILE, make_private_directory
+from areal_hpc.fs import make_private_directory
+from areal_hpc.privacy import open_private
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.types import NOT_SAMPLED
 
@@ -138,7 +139,7 @@ class Scribe:
         self.close()
         self._number += 1
         path = self._directory / f"{self._name}-{self._number:06d}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        self._fd = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         mine = [name for name in sorted(os.listdir(self._directory)) if _worker_of(name) == _worker_of(path.name)]
         for name in mine[: -self._parts]:
             (self._directory / name).unlink(missing_ok=True)

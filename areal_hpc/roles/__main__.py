@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from areal_hpc.errors import UserError
 from areal_hpc.exits import EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.privacy import umask_of
 from areal_hpc.roles.caches import use_own_caches
 from areal_hpc.roles.heartbeat import BEAT_S, beating
 from areal_hpc.roles.process import StopRequested, enter
@@ -26,8 +27,10 @@ def main(arguments: list[str]) -> int:
     process = enter(role, int(index), Path(root), int(epoch), int(incarnation), parent=int(parent), host=host)
     try:
         use_own_caches(process.run.root, role, process.index)
+        umask = umask_of(process.config.run_group)
         beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)
-        with beating(process.attempt, role, process.index, process.incarnation, beat_s=beat_s, state=process.state):
+        who = (process.attempt, role, process.index, process.incarnation)
+        with umask, beating(*who, beat_s=beat_s, state=process.state):
             code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
     except StopRequested:
         code = EXIT_STOPPED

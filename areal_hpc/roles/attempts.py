@@ -20,7 +20,7 @@ from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import Owner, whence
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
@@ -70,7 +70,7 @@ class Attempts:
         """
         epoch, outcome = after, RESTARTING
         while outcome == RESTARTING:
-            owner = Owner.this_process().record()
+            owner = Owner.this_process().record() | whence()
             epoch = claim_epoch(self.run, owner, after=epoch)
             outcome = self._attempt(epoch, owner, after)
         return outcome

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import PRIVATE_DIR
+from areal_hpc.privacy import PRIVATE_DIR
 
 VARIABLES = {
     "HF_MODULES_CACHE": "modules",

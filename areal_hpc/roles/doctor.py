@@ -25,6 +25,7 @@ from typing import Literal
 from areal_hpc.cluster.containers import python_on_nodes, wrapping
 from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.probe import clock_ahead_s
+from areal_hpc.cluster.site import het_problem, partitions, settings
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError
@@ -32,7 +33,7 @@ from areal_hpc.mount import examine
 from areal_hpc.roles.provisions import missing
 
 Verdict = Literal["ok", "warning", "wrong"]
-PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "srun")
+PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 MOST_SKEW_S = 2.0
 """Clocks further apart make the times in logs and records of different nodes misleading; nothing decides by them."""
 ENOUGH_FILES = 1024
@@ -81,8 +82,13 @@ def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _scheduler(config: Config) -> Iterator[Finding]:
-    if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
-        advice = "type this on a login node of the cluster, or set cluster.shape=local"
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if len(absent) == len(PROGRAMS):
+        found = "there is none on this machine: `areal-hpc run` trains here"
+        yield Finding(name="scheduler", verdict="ok", found=found, advice="for a cluster, type this on its login node")
+        return
+    if absent:
+        advice = "ask your site's support where they are"
         yield Finding(name="scheduler", verdict="wrong", found=f"there is no {', '.join(absent)} here", advice=advice)
         return
     asked = _call(["scontrol", "show", "config"])
@@ -90,7 +96,7 @@ def _scheduler(config: Config) -> Iterator[Finding]:
         said = asked.stderr.strip() or f"scontrol ended with code {asked.returncode}"
         yield Finding(name="scheduler", verdict="wrong", found=said, advice="ask again when Slurm answers")
         return
-    facts = dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", asked.stdout, re.MULTILINE))
+    facts = settings(asked.stdout)
     yield Finding(name="scheduler", verdict="ok", found=f"Slurm {facts.get('SLURM_VERSION', '?')} answers")
     yield from _rules(config, facts)
     yield from _controllers_clock(asked.stdout)
@@ -98,13 +104,9 @@ def _scheduler(config: Config) -> Iterator[Finding]:
 
 def _rules(config: Config, facts: Mapping[str, str]) -> Iterator[Finding]:
     """What the site's settings mean for the run."""
-    if config.cluster.shape is Shape.HET and facts.get("SchedulerType") != "sched/backfill":
-        yield Finding(
-            name="heterogeneous jobs",
-            verdict="wrong",
-            found=f"SchedulerType {facts.get('SchedulerType')} never starts them",
-            advice="set cluster.shape=split",
-        )
+    if config.cluster.shape is Shape.HET and (problem := het_problem(config, facts, partitions())):
+        found, _, advice = problem.partition("; ")
+        yield Finding(name="heterogeneous jobs", verdict="wrong", found=found, advice=advice)
     if config.cluster.requeue and facts.get("JobRequeue") == "0":
         yield Finding(
             name="requeueing",

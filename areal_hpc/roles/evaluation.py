@@ -102,7 +102,7 @@ def evaluation_config(config: Config, what: Path, step: int | None, out: Path | 
 def _cluster_of(cluster: ClusterConfig, num_nodes: int) -> ClusterConfig:
     """The shape of a training run has nodes for a trainer; an evaluation has engines on all that there are."""
     if not num_nodes:
-        return ClusterConfig()
+        return ClusterConfig(shape=Shape.LOCAL)
     engines = replace(inherited(cluster.generation, cluster.all), nodes=num_nodes)
     none = ComponentConfig()
     return replace(cluster, shape=Shape.SPLIT, all=engines, trainer=none, generation=none, rollout=none)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from areal_hpc.cluster.jobs import (
     Accounted,
@@ -23,7 +24,7 @@ from areal_hpc.cluster.jobs import (
 )
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
-from areal_hpc.errors import SubmissionError
+from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import RunDir, names_in, read_if_listed
 from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
 
@@ -38,6 +39,34 @@ def jobs_of(run: RunDir) -> list[str]:
     made = {name for name in (names_in(run.slurm) if run.slurm.is_dir() else []) if name.isdigit()}
     ran = {job["job_id"] for attempt in run.all_attempts() if (job := read_if_listed(attempt.job))}
     return sorted(made | ran, key=int)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One call of ``areal-hpc submit``."""
+
+    number: int
+    record: Mapping[str, Any]
+    """What it left of itself; without a ``job_id`` while it is under way."""
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """What was submitted: later edits of the configuration do not reach a queued job."""
+        return self.path.with_name(f"config-{self.number:04d}.yaml")
+
+
+def submission_of(run: RunDir, number: int) -> Submission:
+    """The ``number``-th one, whether it is there or is to come."""
+    path = run.slurm / f"submission-{number:04d}.json"
+    return Submission(number, read_if_listed(path) or {}, path)
+
+
+def newest_submission(run: RunDir) -> Submission | None:
+    """The last one; None of a run that was never submitted."""
+    names = names_in(run.slurm) if run.slurm.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := SUBMISSION.fullmatch(name))]
+    return submission_of(run, max(numbers)) if numbers else None
 
 
 def batch_log(run: RunDir, job_id: str) -> Path:
@@ -123,6 +152,41 @@ def satellites_of(run: RunDir) -> str:
     records = sorted(name for name in names if SUBMISSION.fullmatch(name))
     told = [read_if_listed(run.slurm / name) or {} for name in records]
     return next((record["satellites"] for record in reversed(told) if record.get("satellites")), "")
+
+
+def refuse_queued(run: RunDir, *, takeover: bool = False) -> JobView | None:
+    """The run's last job, which has ended; None if there was none.
+
+    Args:
+        takeover: believe that it has, where Slurm does not say.
+
+    Raises:
+        RunDirError: a job of the run is in Slurm's queue.
+        SubmissionError: that cannot be known.
+    """
+    view = look(run)
+    if view is None or view.is_over:
+        return view
+    if view.queued is None and takeover:
+        return view
+    if view.queued is None:
+        raise SubmissionError(
+            f"{run.root} was job {view.job_id}, and nobody can say whether it lives: {view.problem}; add --takeover if "
+            "it is over for certain"
+        )
+    raise RunDirError(
+        f"{run.root} is job {view.job_id} in Slurm's queue ({view.queued.state}); stop it with `areal-hpc stop "
+        f"{run.root}` or `scancel {view.job_id}`, or set another `name`"
+    )
+
+
+def ended_with(run: RunDir, view: JobView | None) -> bool:
+    """Whether the newest attempt ran in this job, which is over: Slurm has then ended all of its processes, also those
+    on nodes that nobody here can look at."""
+    if view is None or not view.is_over or (attempt := run.newest_attempt()) is None:
+        return False
+    job = read_if_listed(attempt.job)
+    return job is not None and job["job_id"] == view.job_id
 
 
 def works_outside(run: RunDir) -> bool:

@@ -23,10 +23,12 @@ from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.fs import RunDir
 from areal_hpc.mount import examine
+from areal_hpc.privacy import umask_of
 from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
+from areal_hpc.roles.job import JobView, ended_with, refuse_queued
 from areal_hpc.roles.preparation import prepare
-from areal_hpc.roles.stopping import ALIVE, Signals, state_of
+from areal_hpc.roles.stopping import Signals, refuse_living_owner
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +89,8 @@ def run_local(
         before the last checkpoint is EXIT_STOPPED, if there has been an earlier one in the attempt.
 
     Raises:
-        RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, or
-            lies on a file system that cannot carry a run.
+        RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, is
+            open to others than it should be, or lies on a file system that cannot carry a run.
         CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``prepare``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
@@ -97,17 +99,17 @@ def run_local(
     config = anchored(config, Path.cwd())
     run = RunDir(Path(config.run_root) / config.name)
     newest = newest_epoch(run)
-    if not takeover:
-        _refuse_living_owner(run, newest)
+    if not takeover and not ended_with(run, _refuse_job(config, run)):
+        refuse_living_owner(run, newest)
     _check_resume(run, newest, config, resume)
     if resume_from is not None:
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
     prepare(config)
-    with Signals(from_scheduler=config.cluster.shape is not Shape.LOCAL) as signals, console:
-        attempts = Attempts(
-            run=RunDir.create(run.root), config=config, console=console, signals=signals, resume_from=resume_from
-        )
+    run = RunDir.create(run.root, config.run_group)
+    scheduled = config.cluster.shape is not Shape.LOCAL
+    with umask_of(config.run_group), Signals(from_scheduler=scheduled) as signals, console:
+        attempts = Attempts(run=run, config=config, console=console, signals=signals, resume_from=resume_from)
         try:
             outcome = attempts.go(after=newest)
         except (RoleDied, Stalled) as failure:
@@ -119,6 +121,17 @@ def run_local(
             return EXIT_STOPPED
     report_run(run)
     return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+
+
+def _refuse_job(config: Config, run: RunDir) -> JobView | None:
+    """The last job of a run that is to go on on this machine; None of one that has none, and in a job of its own.
+
+    Raises:
+        RunDirError, SubmissionError: as ``refuse_queued``.
+    """
+    if config.cluster.shape is not Shape.LOCAL or not run.attempts.is_dir():
+        return None
+    return refuse_queued(run)
 
 
 def _is_told_by_slurm(config: Config, signals: Signals) -> bool:
@@ -138,17 +151,6 @@ def _report_failed(run: RunDir) -> None:
         report_run(run)
     except OSError as error:
         log.warning("there is no report: %s", error)
-
-
-def _refuse_living_owner(run: RunDir, newest: int) -> None:
-    if newest == 0:
-        return
-    state, owner = state_of(run, newest)
-    if state in ALIVE and not owner.is_gone():
-        raise RunDirError(
-            f"{run.root} is in use by process {owner.pid} on {owner.host}; stop it with `areal-hpc stop {run.root}`, "
-            "set another `name`, or add --takeover if it cannot be reached any more"
-        )
 
 
 def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None:

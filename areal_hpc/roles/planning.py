@@ -3,7 +3,7 @@
 who sits where        plan.py, from the configuration alone; what cannot be is an error
 how large it is       estimate.py, from the model's config.json
 what is missing       provisions.py, from the disk
-what Slurm thinks     sbatch --test-only, where there is one
+what Slurm thinks     site.py and sbatch --test-only, where there is one
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from areal_hpc.cluster.hetjob import job_of, render
 from areal_hpc.cluster.jobs import verdict
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import render_satellite, satellite_job
+from areal_hpc.cluster.site import require_startable
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config
 from areal_hpc.roles.provisions import missing
@@ -27,7 +28,9 @@ def plan_run(config: Config) -> tuple[list[str], bool]:
 
     Raises:
         ConfigError: it cannot be; names the quantity that is missing.
+        SubmissionError: Slurm does not answer in time.
     """
+    require_startable(config)
     lines = list(plan_lines(config, roles_of(config)))
     lines += estimate_lines(config, gpu_name(components_of(config)[0].request))
     lacks = list(missing(config))

@@ -19,7 +19,8 @@ import signal
 from typing import Protocol
 
 from areal_hpc.buffer.control import read_replaced
-from areal_hpc.fs import PRIVATE_FILE, AttemptDir, names_in, publish_json
+from areal_hpc.fs import AttemptDir, names_in, publish_json
+from areal_hpc.privacy import open_private
 
 REQUEST = "request.json"
 """How often stacks were asked for, in the directory of the stacks."""
@@ -40,7 +41,7 @@ class Stacks:
     def __init__(self, attempt: AttemptDir, role: str, index: int) -> None:
         path = attempt.stack(role, index)
         self._attempt = attempt
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)  # open as long as it lives
+        self._fd = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # open as long as it lives
         self._answered = _asked(attempt)
         faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=False)
 

@@ -14,6 +14,7 @@ from areal_hpc.buffer.epochs import claimed_by
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import AttemptDir, RunDir, names_in, publish, read_if_listed
+from areal_hpc.privacy import is_own, owner_of
 
 RUNNING, RESTARTING = "running", "restarting"
 ALIVE = (RUNNING, RESTARTING)
@@ -77,6 +78,26 @@ def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:
     """What an attempt says of itself, and whose it is; one that has said nothing yet is running."""
     state = read_if_listed(run.attempt(epoch).state) or {"state": RUNNING, **claimed_by(run, epoch)}
     return str(state["state"]), Owner.from_record(state)
+
+
+def refuse_living_owner(run: RunDir, newest: int) -> None:
+    """
+    Raises:
+        RunDirError: attempt ``newest`` is at work, as far as can be known from here; names its process and user.
+    """
+    if newest == 0:
+        return
+    state, owner = state_of(run, newest)
+    if state in ALIVE and not owner.is_gone():
+        raise RunDirError(
+            f"{run.root} is in use by process {owner.pid} on {owner.host}{_of_another(run, newest)}; stop it with "
+            f"`areal-hpc stop {run.root}`, set another `name`, or add --takeover if it cannot be reached any more"
+        )
+
+
+def _of_another(run: RunDir, epoch: int) -> str:
+    state = run.attempt(epoch).state
+    return "" if not state.exists() or is_own(state) else f" of {owner_of(state)}"
 
 
 def stop_run(run: RunDir, timeout_s: float) -> str:

@@ -10,12 +10,10 @@ run directory/slurm/
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal_hpc.buffer.epochs import newest_epoch
 from areal_hpc.cluster.components import components_of, engines_of_node, require_slurm, satellite_of, seats
@@ -23,15 +21,27 @@ from areal_hpc.cluster.containers import python_of_launcher, python_on_nodes
 from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.jobs import cancel, submit_script
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import Owner, whence
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
+from areal_hpc.cluster.site import require_startable
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.describe import dump
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError, SubmissionError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
-from areal_hpc.roles.job import SUBMISSION, JobView, batch_log, look
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json
+from areal_hpc.privacy import umask_of
+from areal_hpc.roles.job import (
+    JobView,
+    Submission,
+    batch_log,
+    ended_with,
+    newest_submission,
+    refuse_queued,
+    submission_of,
+    works_outside,
+)
+from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
 
 
@@ -58,39 +68,41 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         main: the command line, which the job calls with ``run``, the configuration and ``options``.
 
     Raises:
-        ConfigError: the shape needs no Slurm, or the processes do not fit on the nodes.
-        RunDirError: a job of this run is in the queue already, or somebody submits it at the same moment.
+        ConfigError: the shape needs no Slurm, the processes do not fit on the nodes, or this site starts no such job.
+        RunDirError: a job of this run is in the queue already, it is at work on some machine, or somebody submits it at
+            the same moment.
         SubmissionError: Slurm refused; says why.
     """
     require_slurm(config)
     require_room(config)
+    require_startable(config)
     config = anchored(config, Path.cwd())
-    run = RunDir.create(Path(config.run_root) / config.name)
+    run = RunDir.create(Path(config.run_root) / config.name, config.run_group)
     room = make_private_directory(run.slurm)
-    before = _refuse_queued(run)
-    number = _next_submission(room)
-    record = room / f"submission-{number:04d}.json"
-    owner = Owner.this_process().record()
+    before = refuse_queued(run, takeover="--takeover" in options)
+    if "--takeover" not in options and works_outside(run):
+        refuse_living_owner(run, newest_epoch(run))
+    if "--resume" in options and ended_with(run, before):
+        options = (*options, "--takeover")
+    this, newest = _next_submission(run), newest_epoch(run)
+    record = this.path
     if not create_exclusive(record, b"{}"):
         raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
-    copy = room / f"config-{number:04d}.yaml"
-    publish(copy, dump(config).encode())
+    publish(this.config, dump(config).encode())
     log = batch_log(run, "%j")
     python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
+    job = job_of(config, log=str(log), directory=Path.cwd(), room=str(room))
     try:
-        job_id = submit(
-            job_of(config, log=str(log), directory=Path.cwd(), room=str(room)),
-            Launch(main, ("run", str(copy), *options)),
-            room,
-            python=python,
-        )
+        with umask_of(config.run_group):  # of submitit's files, and of the job's output
+            job_id = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
     except BaseException:
         record.unlink()
         raise
-    told = {"job_id": job_id, "satellites": "", "submitter": owner}
+    submitter = Owner.this_process().record() | whence()
+    told = {"job_id": job_id, "satellites": "", "submitter": submitter, "after": newest}
     publish_json(record, told)  # from here on the job is there, whatever becomes of its satellites
     try:
-        satellites = _submit_satellites(config, run, number, job_id, before)
+        satellites = _submit_satellites(config, run, this.number, job_id, before)
     except SubmissionError:
         record.unlink()  # the job is cancelled again
         raise
@@ -132,35 +144,13 @@ def require_room(config: Config) -> None:
         engines_of_node(config, satellite_of(config).gpus)
 
 
-def _refuse_queued(run: RunDir) -> JobView | None:
-    """The run's last job, which has ended; None if there was none.
-
-    Raises:
-        RunDirError: a job of the run is in Slurm's queue.
-        SubmissionError: that cannot be known.
-    """
-    view = look(run)
-    if view is None or view.is_over:
-        return view
-    if view.queued is None:
-        raise SubmissionError(f"{run.root} was job {view.job_id}, and nobody can say whether it lives: {view.problem}")
-    raise RunDirError(
-        f"{run.root} is job {view.job_id} in Slurm's queue ({view.queued.state}); stop it with `areal-hpc stop "
-        f"{run.root}` or `scancel {view.job_id}`, or set another `name`"
-    )
-
-
-def _next_submission(room: Path) -> int:
-    """The number of the next one.
+def _next_submission(run: RunDir) -> Submission:
+    """The one to be made.
 
     Raises:
         RunDirError: one is under way.
     """
-    numbers = sorted(int(match[1]) for name in os.listdir(room) if (match := SUBMISSION.fullmatch(name)))
-    if not numbers:
-        return 1
-    before = room / f"submission-{numbers[-1]:04d}.json"
-    record: dict[str, Any] = read_json(before)
-    if "job_id" not in record:
-        raise RunDirError(f"{before} tells of a submission under way; remove it if nobody is submitting")
-    return numbers[-1] + 1
+    before = newest_submission(run)
+    if before is not None and "job_id" not in before.record:
+        raise RunDirError(f"{before.path} tells of a submission under way; remove it if nobody is submitting")
+    return submission_of(run, before.number + 1 if before else 1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from areal_hpc.fs import PRIVATE_FILE
+from areal_hpc.privacy import open_private
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Recorder:
     def __init__(self, path: Path, *, role: str, index: int, epoch: int) -> None:
         self._identity: dict[str, Any] = {"role": role, "index": index, "epoch": epoch}
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        self._fd = open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._torn = os.fstat(self._fd).st_size > 0  # the owner before may have been killed within a line
         self._failing = False
         self._spans: dict[str, float] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.privacy import follow_directory
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,13 +48,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def follow_umask(directory: Path) -> None:
-    """Let others read the files as far as they may read the directory; safetensors and we create private ones."""
-    mode = stat.S_IMODE(directory.stat().st_mode) & 0o666
-    for path in directory.iterdir():
-        path.chmod(mode)
 
 
 def write_checkpoint(
@@ -94,7 +87,7 @@ def write_checkpoint(
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
     copy_tokenizer(source, target)
-    follow_umask(target)
+    follow_directory(target)
 
 
 def _one_label(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,9 @@ from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.privacy import follow_directory
 from areal_hpc.training.critic import Critic, critic_account
-from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer, follow_umask
+from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer
 from areal_hpc.training.forward import forward, parts
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
@@ -285,7 +286,7 @@ class ReferenceBackend:
         self._model.save_pretrained(directory)
         add_what_older_readers_need(Path(directory) / "config.json")
         copy_tokenizer(self._source, Path(directory))
-        follow_umask(Path(directory))
+        follow_directory(Path(directory))
 
 
 def _streams_name(rank: int) -> str:

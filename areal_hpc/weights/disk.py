@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from areal_hpc.buckets import fingerprint, plan_buckets
 from areal_hpc.delta import Weight
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
+from areal_hpc.privacy import make_inside
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.types import TensorSpec
 from areal_hpc.waits import advance
@@ -136,7 +137,7 @@ class DiskTransport:
         """The version's directory, complete, and what is in it."""
         name = f"v{version:08d}.e{self._epoch:08d}.{next(self._count)}"
         hidden = self._directory / f".{name}{UNFINISHED}"
-        hidden.mkdir(mode=0o700)
+        make_inside(hidden)
         files, specs = {}, list[TensorSpec]()
         for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu", reuse=1), start=1):
             file = hidden / f"model-{number:05d}.safetensors"

@@ -88,6 +88,7 @@ trainer.gap_alarm: float
 seed: int
 deterministic: bool
 run_root: str
+run_group: str
 layout: str
 buffer.max_staleness: int
 buffer.segment_mb: float
@@ -206,6 +207,7 @@ limits.engine_s: float
 limits.stall_s: float
 limits.stop_s: float
 cluster.shape: local | het | split | satellites
+cluster.share_nodes: bool
 cluster.satellites: int
 cluster.all.nodes: int
 cluster.all.cpus: int

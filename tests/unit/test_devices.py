@@ -21,7 +21,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
 
 def config_of(*overrides: str) -> Config:
-    return load([QUICKSTART], ["generation.backend=sglang", *overrides])
+    return load([QUICKSTART], ["generation.backend=sglang", "cluster.shape=local", *overrides])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Slurm's commands, all of which succeed and say nothing."""
     place = tmp_path / "bin"
     place.mkdir()
-    for name in (*doctor.PROGRAMS, "sinfo"):
+    for name in doctor.PROGRAMS:
         command(place, name, "")
     monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
     return place
@@ -57,7 +57,7 @@ def findings(config: Config, **environment: str) -> dict[str, Finding]:
 
 
 def test_on_one_machine_slurm_is_not_asked_for(tmp_path: Path) -> None:
-    found = findings(config_of(tmp_path), http_proxy="http://proxy:3128")
+    found = findings(config_of(tmp_path, "cluster.shape=local"), http_proxy="http://proxy:3128")
     assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(
         ["file system", "clock", "ports", "proxy", "files"], "ok"
     )
@@ -65,11 +65,17 @@ def test_on_one_machine_slurm_is_not_asked_for(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_without_slurm_is_wrong_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_trains_by_itself_and_one_with_a_part_of_it_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = findings(config_of(tmp_path, "cluster.shape=het"))
+    found = findings(config_of(tmp_path))
+    assert found["scheduler"].verdict == "ok"
+    assert found["scheduler"].found == "there is none on this machine: `areal-hpc run` trains here"
+    command(tmp_path, "sbatch", "")
+    found = findings(config_of(tmp_path))
     assert found["scheduler"].verdict == "wrong"
-    assert found["scheduler"].found == "there is no sbatch, squeue, scontrol, scancel, srun here"
+    assert found["scheduler"].found == "there is no squeue, scontrol, scancel, sinfo, srun here"
     assert list(report_lines(list(found.values())))[-1] == f"1 of {len(found)} are wrong"
 
 

@@ -98,7 +98,7 @@ def test_a_directory_that_holds_a_run_is_continued_only_on_demand(config: Config
 
 
 def changed(config: Config, *overrides: str) -> Config:
-    words = [f"run_root={config.run_root}", "name=run", f"model.path={config.model.path}"]
+    words = [f"run_root={config.run_root}", "name=run", f"model.path={config.model.path}", "cluster.shape=local"]
     return load([QUICKSTART], [*words, *overrides])
 
 

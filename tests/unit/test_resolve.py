@@ -238,6 +238,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"generation__replicas": 0, "cluster__shape": Shape.SPLIT},
         "generation.replicas: 0 leaves generation to satellites, which this run does not take; raise it, or set",
     ),
+    "check_shared_nodes": (
+        {"cluster__share_nodes": True, "cluster__generation__nodes": 2},
+        "cluster.generation: asks for nothing with cluster.share_nodes, which puts the engines on the trainer's nodes",
+    ),
     "check_container": (
         {"cluster__container__runtime": Runtime.PYXIS},
         "cluster.container.image: required by cluster.container.runtime pyxis; set it",

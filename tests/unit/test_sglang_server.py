@@ -298,7 +298,7 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
     if program is not None:
         python.write_text(f"#!/bin/sh\n{program}\n")
         python.chmod(0o700)
-    config = load([QUICKSTART], ["generation.backend=sglang", f"generation.python={python}"])
+    config = load([QUICKSTART], ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"])
     if not complaint:
         wiring.check_sglang(config)
         return
@@ -313,7 +313,7 @@ def test_an_interpreter_that_does_not_answer_is_a_mistake_of_the_configuration_a
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o700)
-    config = load([QUICKSTART], ["generation.backend=sglang", f"generation.python={python}"])
+    config = load([QUICKSTART], ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"])
     with pytest.raises(ConfigError, match=rf"generation\.python: {python} has not said in 0.2 s(.|\n)*try again"):
         wiring.check_sglang(config)
 

@@ -21,6 +21,7 @@ from areal_hpc.errors import ConfigError, RunDirError, SubmissionError
 from areal_hpc.fs import RunDir
 from areal_hpc.roles import job as roles_job
 from areal_hpc.roles import submission
+from areal_hpc.roles.job import submission_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
@@ -123,8 +124,9 @@ def test_where_nobody_can_say_whether_a_job_lives_no_second_one_is_made(
 
 
 def test_two_at_the_same_moment_make_one_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "_next_submission", lambda _: 1)  # both have looked before either has written
-    monkeypatch.setattr(submission, "look", lambda _: None)
+    # Both have looked before either has written.
+    monkeypatch.setattr(submission, "_next_submission", lambda run: submission_of(run, 1))
+    monkeypatch.setattr(submission, "refuse_queued", lambda *_, **__: None)
     config = config_of(tmp_path)
     submission.submit_run(config, print)
     with pytest.raises(RunDirError, match="is being submitted by another process"):

@@ -31,10 +31,10 @@ from typing import IO, Any
 
 from areal_hpc.collective import bracketed, unbracketed
 from areal_hpc.errors import GenerationError
-from areal_hpc.fs import PRIVATE_FILE
 from areal_hpc.generation.connection import Connection, EngineLost
 from areal_hpc.generation.counters import counted
 from areal_hpc.generation.sglang.arguments import ServerSpec, server_arguments, server_environment
+from areal_hpc.privacy import open_private
 from areal_hpc.telemetry.logs import escape, redact
 from areal_hpc.waits import advance, waiting
 
@@ -144,7 +144,7 @@ class ServerLog(threading.Thread):
         self.last = deque[str](maxlen=LAST_LINES)
         self.starting = True  # its lines are progress only until it is up
         self._source = source
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        self._file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def run(self) -> None:
         for line in self._source:

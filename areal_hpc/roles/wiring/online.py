@@ -29,7 +29,7 @@ NEVER_S = 1e9
 
 
 def standing_key(path: Path) -> str:
-    """What an agent's settings hold: made once for a run, in a file that only its owner can read.
+    """What an agent's settings hold: made once for a run and its owner, in a file that only he can read.
 
     Raises:
         RunDirError: the file is empty.

@@ -1,0 +1,70 @@
+"""The command line, a file for each group of commands.
+
+    training.py        run, serve, resume, stop, replay, eval
+    slurm.py           plan, submit, join, doctor
+    watching.py        status, logs, why, report, page
+    evidence.py        ledger, inspect, export
+    configuration.py   config, keys
+    arguments.py       what several of them take
+
+Arguments are read here and nothing else; the work is done by functions that tests call. Imports are late, so that help
+and ``config`` start at once on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from areal_hpc import __version__
+from areal_hpc.cli import configuration, evidence, slurm, training, watching
+from areal_hpc.errors import ArealError, Stalled, UserError
+from areal_hpc.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
+
+GROUPS = (training, slurm, watching, evidence, configuration)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command to its exit code, one of ``exits.MEANINGS``; a user's mistake is one line on stderr."""
+    options = _parse(arguments)
+    try:
+        code: int = options.command(options)
+    except UserError as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Stalled as error:
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_STALLED
+    except (ArealError, OSError) as error:  # a full disk, a directory that may not be written
+        print(f"areal-hpc: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:  # before there is a run that could stop in order
+        print("areal-hpc: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command. argparse alone would refuse ``run FILE --resume KEY=VALUE``."""
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    if more and (not hasattr(options, "config") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.config += more
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-hpc",
+        description="Fully asynchronous reinforcement learning of language models on supercomputers.",
+        epilog="\n".join(["exit codes:", *exit_lines()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for group in GROUPS:
+        group.add_commands(commands)
+    return parser
