@@ -21,8 +21,9 @@ from areal_hpc.training.megatron.packing import Packed
 from areal_hpc.training.megatron.parallel import Place
 from areal_hpc.types import Batch
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at a time."""
+CHUNK_BYTES = 512 << 20
+"""Logits, in float32, that this rank makes at a time. What fits is kept for the backward pass; of more chunks than one
+each is computed again, which is a tenth of a small model's work."""
 
 
 class Head(Protocol):
@@ -56,7 +57,7 @@ class Words:
             on(self._place, packed.targets),
             first=first,
             temperature=self._temperature,
-            chunk_size=CHUNK_TOKENS,
+            chunk_size=max(1, CHUNK_BYTES // (4 * len(head))),
             group=group,
         )
         if part is None or self._place.context.size() == 1:
