@@ -104,6 +104,7 @@ HANDOVER = """\
 CUT_OFF = {True: "Reason=TimeLimit", False: "Reason=TimeLimit|Reason=NodeDown|PreemptTime=[0-9]"}
 """What `scontrol show job` says of a job that has ended and that nobody else lets go on, by whether Slurm requeues."""
 SIGNAL = "USR1"
+PRIVATE, GROUPS = "077", "007"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ class Job:
     setup: tuple[str, ...] = ()
     requeue: bool = True
     """Go on in the same job; else in the next one of a chain."""
+    umask: str = PRIVATE
     room: str = ""
     """Directory in which submitit has one for each job, named by its id; empty for a script that a person types."""
 
@@ -151,8 +153,14 @@ def job_of(config: Config, *, log: str, directory: Path | None = None, room: str
         options=tuple(options),
         setup=cluster.setup,
         requeue=cluster.requeue,
+        umask=umask_of(config),
         room=room,
     )
+
+
+def umask_of(config: Config) -> str:
+    """What the script's files must not be for: anybody but the owner, or but the run's group."""
+    return GROUPS if config.run_group else PRIVATE
 
 
 def _merged(config: Config) -> ComponentConfig:
@@ -183,7 +191,7 @@ def render(job: Job, command: str) -> str:
     blocks = [
         "\n".join(f"#SBATCH {option}" for option in options_of(job, number)) for number in range(len(job.components))
     ]
-    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), "umask 077", PATIENTLY.rstrip()]
+    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), f"umask {job.umask}", PATIENTLY.rstrip()]
     if len(job.components) > 1:
         parts.append(HEAL.rstrip())
     if job.setup:

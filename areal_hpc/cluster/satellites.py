@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import PATIENTLY, Job, options_of
+from areal_hpc.cluster.hetjob import PATIENTLY, Job, options_of, umask_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
@@ -61,6 +61,7 @@ def satellite_job(config: Config, *, log: str, directory: Path | None = None) ->
         options=tuple(options),
         setup=cluster.setup,
         requeue=cluster.requeue,
+        umask=umask_of(config),
     )
 
 
@@ -87,7 +88,7 @@ def render_satellite(job: Job, command: str) -> str:
     setup = ["\n".join(job.setup)] if job.setup else []
     again = (REQUEUE if job.requeue else SUBMIT).rstrip()
     script = SCRIPT.format(command=command, stopped=EXIT_STOPPED, again=again).rstrip()
-    return "\n\n".join([head, "umask 077", PATIENTLY.rstrip(), *setup, script]) + "\n"
+    return "\n\n".join([head, f"umask {job.umask}", PATIENTLY.rstrip(), *setup, script]) + "\n"
 
 
 def array_options(config: Config, trainer_job: str) -> Sequence[str]:

@@ -354,6 +354,7 @@ class SlurmCluster:
         everywhere = "Nodes=ALL MaxTime=1-0 DefaultTime=10 State=UP"
         lines += [
             f"PartitionName=gpu {everywhere} Default=YES PriorityTier=100 PreemptMode=OFF",
+            f"PartitionName=single {everywhere.replace('ALL', 'n1')} PriorityTier=100 PreemptMode=OFF",
             f"PartitionName=preempt {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
             f"PartitionName=graceful {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}",
             *self._settings,

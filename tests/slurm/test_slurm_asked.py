@@ -15,7 +15,7 @@ from runs import LONG, OVER, PATHS, areal, assert_finished_in_two_attempts, stat
 
 from areal_hpc.fs import RunDir, read_json
 from areal_hpc.report import prove_run
-from areal_hpc.roles.job import jobs_of
+from areal_hpc.roles.job import batch_log, jobs_of
 
 
 @pytest.mark.long
@@ -60,15 +60,19 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
 def test_A22_a_cancelled_run_has_stopped_in_order_and_is_continued_from_anywhere(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
-    words = [*arguments(home, model), *LONG, "cluster.shape=het"]
-    job, run, _ = submit(slurm, home, *words)
+    job, run, _ = submit(slurm, home, *arguments(home, model), *LONG)
     wait_for_step(run, 3)
+    live = areal(slurm, Path("/"), "resume", run.root)
+    assert live.returncode == 2
+    assert f"is job {job} in Slurm's queue (RUNNING); stop it with" in live.stderr
     slurm.call("scancel", job)
     slurm.wait_for_state(job, "CANCELLED")
     wait_for("the launcher's last word", lambda: read_json(run.attempt(1).state)["state"] == "stopped")
-    second, run, log = submit(slurm, Path("/"), *words, "--resume")
-    assert second != job
-    assert_finished_in_two_attempts(slurm, second, run, log)
+    done = areal(slurm, Path("/"), "resume", run.root)
+    assert done.stdout.startswith(f"resume {run.root} as a Slurm job again, from {home}\njob "), done.stderr
+    first, second = jobs_of(run)
+    assert (first, len(slurm.job(second))) == (job, 2), "heterogeneous, as it is where nobody says otherwise"
+    assert_finished_in_two_attempts(slurm, second, run, batch_log(run, second))
     assert re.search(r"resumed from .*/checkpoints/step-", run.attempt(2).log("trainer", 0).read_text(encoding="utf-8"))
 
 

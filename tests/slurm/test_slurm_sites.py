@@ -56,12 +56,42 @@ def test_A1_a_centre_that_refuses_is_understood_before_and_after_one_submits(str
     assert unknown.returncode
     assert "Invalid generic resource (gres) specification" in unknown.stderr
     het = [*words, "cluster.all.account=science", "cluster.shape=het"]
-    assert areal(strict, desk, "submit", *het).returncode
+    for command in ("plan", "submit"):
+        refused = areal(strict, desk, command, *het)
+        assert refused.returncode == 2, refused.stdout
+        assert "no heterogeneous jobs (SchedulerType sched/builtin); set cluster.shape=split\n" in refused.stderr
     found = areal(strict, desk, "doctor", *het).stdout
     assert re.search(r"^heterogeneous jobs +wrong .*; set cluster\.shape=split$", found, re.MULTILINE), found
     assert re.search(r"^requeueing +warning .*; set cluster\.requeue=false", found, re.MULTILINE), found
     planned = areal(strict, desk, "plan", *words, "cluster.all.account=science", "cluster.all.gpus=2")
     assert planned.returncode == 0, planned.stdout + planned.stderr
+
+
+def test_one_node_is_enough_and_what_a_groups_run_writes_there_is_the_groups(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    home.chmod(0o755)
+    words = [*arguments(home, model), *SHORT, "cluster.all.gpus_per_node='2'"]
+    refused = areal(slurm, home, "submit", *words, "cluster.all.partition=single")
+    assert refused.returncode == 2
+    assert (
+        "(trainer, generation), 2 in all; there are 1; set cluster.shape=split and cluster.share_nodes=true"
+        in refused.stderr
+    )
+    words += ["cluster.shape=split", "cluster.share_nodes=true", "cluster.all.partition=single", "run_group=users"]
+    job, run, log = submit(slurm, home, *words)
+    assert [component["NumNodes"] for component in slurm.job(job)] == ["1"]
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert read_json(run.summary)["last_step"] == 3
+    for path in (run.root, *run.root.rglob("*")):
+        status = path.stat()
+        wanted = 0o2770 if path.is_dir() else 0o600 if path.parent == run.secrets else 0o660
+        assert (oct(status.st_mode & wanted), oct(status.st_mode & 0o007), status.st_gid) == (
+            oct(wanted),
+            "0o0",
+            100,
+        ), path
+        assert path.parent != run.secrets or not status.st_mode & 0o077
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.cluster.hetjob import job_of, render
+from areal_hpc.cluster.satellites import render_satellite, satellite_job
 from areal_hpc.config.cluster import ComponentConfig, seconds_of
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
@@ -66,6 +67,13 @@ def test_the_scripts_that_people_type_are_what_is_rendered(name: str) -> None:
 @pytest.mark.parametrize("text", [script(), script("cluster.shape=split"), script("cluster.requeue=false")])
 def test_the_script_is_one_that_bash_understands(text: str) -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("words", "umask"), [((), "077"), (("run_group=users",), "007")])
+def test_what_the_script_writes_is_the_owners_alone_or_the_groups(words: tuple[str, ...], umask: str) -> None:
+    config = config_of(*words)
+    for text in (script(*words), render_satellite(satellite_job(config, log="%j.log"), "true")):
+        assert f"\numask {umask}\n" in text
 
 
 FIELDS = [field.name for field in fields(ComponentConfig) if field.name not in ("nodes", "cpus", "gpus", "raw")]
