@@ -5,7 +5,8 @@ run directory/slurm/
   config-0001.yaml         what was submitted: later edits of the configuration do not reach a queued job
   1234.log                 the batch script's output, over all requeues of job 1234
   1234/                    the script as sbatch got it, and submitit's files
-  satellites-0001.sbatch   the script of each satellite; satellites/1235_1.log is the output of one
+  satellites-0001.sbatch   the script of each satellite; satellites/1235_1.log is the output of one, and
+  satellites/task-1        which job has come in the place of the first, where a site does not requeue
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json, read_json
-from areal_hpc.roles.job import SUBMISSION, JobView, batch_log, look
+from areal_hpc.roles.job import SUBMISSION, JobView, batch_log, look, satellites_dir, submitted_satellites
 from areal_hpc.roles.supervisor import roles_of
 
 
@@ -108,9 +109,9 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
     if config.cluster.shape is not Shape.SATELLITES:
         return ""
     if before is not None and before.satellites:
-        return before.satellites_id
-    logs = make_private_directory(run.slurm / "satellites")
-    job = satellite_job(config, log=str(logs / "%A_%a.log"), directory=Path.cwd())
+        return submitted_satellites(run)
+    logs = make_private_directory(satellites_dir(run))
+    job = satellite_job(config, log=str(logs / "%A_%a.log"), directory=Path.cwd(), room=str(logs))
     python = shlex.quote(python_on_nodes(config.cluster))
     # They may start before the run's new attempt has, and must not take an old one's end for that of the run.
     past = ["--after", str(newest_epoch(run)), "--wait", f"{config.limits.rejoin_s:g}"]
