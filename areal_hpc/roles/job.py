@@ -24,14 +24,15 @@ from areal_hpc.cluster.jobs import (
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import SubmissionError
-from areal_hpc.fs import RunDir, names_in, read_if_listed
-from areal_hpc.roles import seats
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed
 from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
 
 SUBMISSION = re.compile(r"submission-(\d{4})\.json")
 """What ``areal-hpc submit`` leaves of each submission."""
 SUCCESSOR = re.compile(r"task-\d+")
 """Where the script of a satellite tells which job comes in its place (satellites.py)."""
+JOINED = re.compile(r"joined-(\d+)(?:_\d+)?")
+"""What a job leaves that joins with its engines; of an array, each of its tasks."""
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 """States of a job in the queue that has no nodes (yet, or any more)."""
 
@@ -119,7 +120,7 @@ def look(run: RunDir) -> JobView | None:
 
 
 def satellites_dir(run: RunDir) -> Path:
-    """Output of the jobs of engines that were submitted with a run, and who has come in their place."""
+    """Output of the jobs of engines that were submitted with a run, who has come in their place, and who has joined."""
     return run.slurm / "satellites"
 
 
@@ -137,15 +138,16 @@ def satellites_of(run: RunDir) -> list[str]:
     return [first, *sorted((one for one in told if one.isdigit() and int(one) > int(first)), key=int)] if first else []
 
 
+def note_satellite(run: RunDir, job: str) -> None:
+    """Leave on record that a job has engines for the run: what it costs is asked by that, its waiting included."""
+    make_private_directory(run.slurm)
+    create_exclusive(make_private_directory(satellites_dir(run)) / f"joined-{job}", b"")
+
+
 def satellite_jobs(run: RunDir) -> list[str]:
-    """The ids of all arrays of satellites, and of all other jobs of engines that joined, that the run's files tell of:
-    of the latter those that sat last on their seats."""
-    directory = satellites_dir(run)
-    logs = names_in(directory) if directory.is_dir() else []
-    ran = {name.partition("_")[0] for name in logs if name.endswith(".log")}
-    holders = (seat.holder() for attempt in run.all_attempts() for seat in seats.last(attempt))
-    sat = {str(holder.get("job", "")).partition("_")[0] for holder in holders}
-    return sorted({*_submitted_arrays(run), *ran, *sat} - {""}, key=int)
+    """The ids of all jobs, or arrays, that have had engines for the run."""
+    names = names_in(satellites_dir(run)) if satellites_dir(run).is_dir() else []
+    return sorted({found[1] for name in names if (found := JOINED.fullmatch(name))}, key=int)
 
 
 def _submitted_arrays(run: RunDir) -> list[str]:

@@ -39,6 +39,7 @@ from areal_hpc.fs import AttemptDir, RunDir, names_in, read_json, wait_for
 from areal_hpc.roles import seats
 from areal_hpc.roles.eviction import Eviction
 from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
+from areal_hpc.roles.job import note_satellite
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
@@ -130,6 +131,8 @@ def join_run(
         RoleDied: an engine died too often.
     """
     run, job = RunDir.open(root, waiting=True), job_of(environment)
+    if job:
+        note_satellite(run, job)
     with Signals(from_scheduler=bool(job)) as signals:
         while standing := _next_standing(run, after, wait_s, signals):
             if standing.attempt is None:

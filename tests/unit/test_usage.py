@@ -11,10 +11,10 @@ import pytest
 
 from areal_hpc.cluster.jobs import parse_accounts
 from areal_hpc.errors import SubmissionError
-from areal_hpc.fs import RunDir, make_private_directory, publish_json
+from areal_hpc.fs import RunDir, publish_json
 from areal_hpc.report import usage, write_report
 from areal_hpc.roles import seats
-from areal_hpc.roles.job import satellites_dir
+from areal_hpc.roles.job import note_satellite
 from areal_hpc.telemetry import Record
 from areal_hpc.telemetry.records import to_line
 
@@ -113,9 +113,8 @@ SATELLITES = """\
 
 
 def test_slurms_accounts_know_better_what_satellites_held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish_json(make_private_directory(run.slurm) / "submission-0001.json", {"job_id": "12", "satellites": "13"})
-    make_private_directory(satellites_dir(run))
-    (satellites_dir(run) / "15_2.log").touch()
+    for job in ("13_1", "15_2", "12"):  # the last is the run's own
+        note_satellite(run, job)
     joined(run, 1, 2, 20.0, job="13_1", engines=1, gpus=4)
     rows = {("12", "13", "15"): ACCOUNTS + SATELLITES}
     monkeypatch.setattr(usage, "accounted", lambda jobs: parse_accounts(rows[tuple(jobs)]))
