@@ -121,7 +121,8 @@ class Job:
     """Go on in the same job; else in the next one of a chain."""
     umask: str = PRIVATE
     room: str = ""
-    """Directory in which submitit has one for each job, named by its id; empty for a script that a person types."""
+    """Directory in which submitit has one for each job, named by its id, or in which satellites say which job comes
+    next; empty for a script that a person types."""
 
 
 def job_of(config: Config, *, log: str, directory: Path | None = None, room: str = "") -> Job:

@@ -1,7 +1,7 @@
 """What Slurm says of a job, asked once a command and never in a loop.
 
     queued(job)        squeue: is it in the queue, in which state, and why it waits
-    queued_beside(...) squeue: the same, and how many tasks of an array are in which state
+    queued_beside(...) squeue: the same, and how many tasks of arrays are in which state
     accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
     cancel(job)        scancel: the whole job
     submit_script(...) sbatch: a script that is nothing but one
@@ -26,7 +26,10 @@ ASK_S = 30.0
 NO_ANSWER = ("ontact slurm", "configuration source", "imed out")
 UNKNOWN_JOB = "Invalid job id specified"
 QUEUE_FIELDS = ("%i", "%T", "%r", "%S")
-ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw")
+ACCOUNT_FIELDS = (
+    *("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw"),
+    "AllocTRES",
+)
 SEPARATOR = "|"
 UNKNOWN = ("N/A", "Unknown", "None", "")
 """What Slurm writes where it has nothing to say."""
@@ -50,7 +53,7 @@ class Accounted:
     """One line of the accounts: an incarnation of a job's component, or one of its steps."""
 
     job: str
-    """Number of the job, such as 12; all components of a heterogeneous one share it."""
+    """Number of the job, such as 12, or 13_2 of an array's task; all components of a heterogeneous one share it."""
     component: int = 0
     step: str = ""
     """Such as 0 or batch; empty for the job itself."""
@@ -64,6 +67,9 @@ class Accounted:
     elapsed_s: int = 0
     energy_j: int | None = None
     """Joules, where the site counts them."""
+    nodes: int = 0
+    gpus: int = 0
+    """Of all its nodes, where the site counts them."""
 
 
 def queued(job_id: str) -> Queued | None:
@@ -75,17 +81,22 @@ def queued(job_id: str) -> Queued | None:
     return parse_queue(_queue([job_id]))
 
 
-def queued_beside(job_id: str, array_id: str) -> tuple[Queued | None, dict[str, int]]:
-    """A job as ``queued`` has it, and an array: how many of its tasks are in which state, without those that end.
+def queued_beside(job_id: str, array_ids: Sequence[str]) -> tuple[Queued | None, dict[str, dict[str, int]]]:
+    """A job as ``queued`` has it, and arrays: how many tasks of each are in which state, without those that end and
+    without arrays that have none left.
 
     Raises:
         SubmissionError: Slurm does not answer.
     """
-    lines = _queue([job_id, array_id]).splitlines()
-    tasks = [line for line in lines if line.strip().startswith(f"{array_id}_")]
-    states = Counter(line.split(SEPARATOR)[1] for line in tasks)
-    del states["COMPLETING"]
-    return parse_queue("\n".join(line for line in lines if line not in tasks)), dict(sorted(states.items()))
+    lines = [line.strip() for line in _queue([job_id, *array_ids]).splitlines()]
+    found: dict[str, dict[str, int]] = {}
+    for array_id in array_ids:
+        states = Counter(line.split(SEPARATOR)[1] for line in lines if line.startswith(f"{array_id}_"))
+        del states["COMPLETING"]
+        if states:
+            found[array_id] = dict(sorted(states.items()))
+    beside = tuple(f"{array_id}_" for array_id in array_ids)
+    return parse_queue("\n".join(line for line in lines if not line.startswith(beside))), found
 
 
 def _queue(job_ids: Sequence[str]) -> str:
@@ -121,12 +132,13 @@ def accounted(job_ids: Sequence[str]) -> list[Accounted]:
 
 
 def parse_accounts(text: str) -> list[Accounted]:
-    """sacct's lines: ``12``, ``12.batch``, ``12.0``; of a heterogeneous job ``12+1``, ``12+1.0``."""
+    """sacct's lines: ``12``, ``12.batch``, ``12.0``; of a heterogeneous job ``12+1``, ``12+1.0``; of an array's task
+    ``13_2``, ``13_2.0``."""
     found = []
     for line in text.splitlines():
         if not line.strip():
             continue
-        name, state, code, derived, start, end, elapsed, energy = line.strip().split(SEPARATOR)
+        name, state, code, derived, start, end, elapsed, energy, allocated = line.strip().split(SEPARATOR)
         whole, _, step = name.partition(".")
         job, _, component = whole.partition("+")
         found.append(
@@ -141,9 +153,17 @@ def parse_accounts(text: str) -> list[Accounted]:
                 end="" if end in UNKNOWN else end,
                 elapsed_s=int(elapsed or 0),
                 energy_j=int(energy) if energy.isdigit() and int(energy) else None,
+                nodes=_amount(allocated, "node"),
+                gpus=_amount(allocated, "gres/gpu"),
             )
         )
     return found
+
+
+def _amount(allocated: str, what: str) -> int:
+    """How much of a resource ``billing=2,cpu=2,gres/gpu=4,node=1`` tells of."""
+    found = dict(one.split("=", 1) for one in allocated.split(",") if "=" in one).get(what, "")
+    return int(found) if found.isdigit() else 0
 
 
 def _code(text: str) -> int:

@@ -4,9 +4,10 @@
     sbatch --array=1-8 SCRIPT        or, typed:        sbatch --array=1-8 sbatch/satellites.sbatch RUN
 
 Pure functions, as in ``hetjob``; ``sbatch/satellites.sbatch`` is their golden file. Slurm warns every process of the
-job before its time limit and when it pre-empts it, and the engines leave. What is pre-empted Slurm requeues by itself;
-where a site does not requeue it is gone. At its time limit the script sees to it that a satellite comes again: in the
-same job or, where a site does not requeue, in a new one.
+job before its time limit and when it pre-empts it, and the engines leave. What is pre-empted Slurm requeues by itself.
+Where a site does not requeue, and at the time limit anywhere, the script sees to it that a satellite comes again: in
+the same job, or in a new one. Each has one successor at most, and none once the run has ended, so that there are never
+more of them than were asked for.
 """
 
 from __future__ import annotations
@@ -16,41 +17,65 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import PATIENTLY, Job, options_of, umask_of
+from areal_hpc.cluster.hetjob import CUT_OFF, PATIENTLY, Job, options_of, umask_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.exits import EXIT_STOPPED
 
+ME = """\
+# By the numbers of array and task: the last task's own number is that of the whole array.
+me=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+"""
+REQUEUE = """\
+# The one place that has this satellite come again, once.
+asked=""
+again() {
+  [ -z "$asked" ] || return 0
+  asked=$(patiently scontrol requeue "$me" && echo requeued)
+}
+"""
+SUBMIT = """\
+# The one place that has this satellite come again, once: as a new job.
+asked="" words=("$@")
+again() {{
+  [ -z "$asked" ] || return 0
+  asked=$(patiently sbatch --parsable ${{SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID}} "$0" "${{words[@]}}")
+  asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
+{record}
+  echo "areal-hpc: $me is over, and job $asked serves the run in its place"
+}}
+"""
+RECORD = """\
+  echo "$asked" >{room}/task-"${{SLURM_ARRAY_TASK_ID:-0}}"
+"""
+"""Where status and stop look for the newest job of each task."""
 SCRIPT = """\
-# Slurm tells every process of the job when to leave; this shell only when it ends the job, whatever the reason.
+# Slurm tells every process of the job when to leave; this shell only when it ends the job, and then why it does.
 ended=""
-trap 'ended=yes' TERM
+ends_now() {{
+  ended=yes
+  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && again
+}}
+trap ends_now TERM
 {command} &
 run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done
 wait "$run"
 code=$?
-
-if [ "$code" -eq {stopped} ] && [ -z "$ended" ]; then  # its time is over, and the run goes on
-{again}
-fi
-
+if [ "$code" -eq {stopped} ] && [ -z "$ended" ]; then {again}; fi  # its time is over, and the run goes on
 exit "$code"
 """
-REQUEUE = """\
-  # By the numbers of array and task: the last task's own number is that of the whole array.
-  me=$SLURM_JOB_ID
-  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-  patiently scontrol requeue "$me" && sleep 60  # Slurm ends the script meanwhile
-"""
-SUBMIT = """\
-  patiently sbatch --parsable ${SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID} "$0" "$@" && code=0
-"""
 
 
-def satellite_job(config: Config, *, log: str, directory: Path | None = None) -> Job:
-    """What each satellite of the run asks of Slurm; the arguments are those of ``hetjob.job_of``."""
+def satellite_job(config: Config, *, log: str, directory: Path | None = None, room: str = "") -> Job:
+    """What each satellite of the run asks of Slurm.
+
+    Args:
+        log, directory: those of ``hetjob.job_of``.
+        room: directory that tells of each task's newest job; empty for a script that a person types.
+    """
     cluster = config.cluster
     options = [f"--output={log}", "--open-mode=append", f"--signal=TERM@{leave_lead_s(config)}"]
     options += ["--requeue" if cluster.requeue else "--no-requeue"]
@@ -62,6 +87,7 @@ def satellite_job(config: Config, *, log: str, directory: Path | None = None) ->
         setup=cluster.setup,
         requeue=cluster.requeue,
         umask=umask_of(config),
+        room=room,
     )
 
 
@@ -86,9 +112,18 @@ def render_satellite(job: Job, command: str) -> str:
     """
     head = "#!/bin/bash\n" + "\n".join(f"#SBATCH {option}" for option in options_of(job, 0))
     setup = ["\n".join(job.setup)] if job.setup else []
-    again = (REQUEUE if job.requeue else SUBMIT).rstrip()
-    script = SCRIPT.format(command=command, stopped=EXIT_STOPPED, again=again).rstrip()
-    return "\n\n".join([head, f"umask {job.umask}", PATIENTLY.rstrip(), *setup, script]) + "\n"
+    again = "again && sleep 60" if job.requeue else "again && code=0"  # Slurm ends a script that it requeues meanwhile
+    script = SCRIPT.format(command=command, stopped=EXIT_STOPPED, again=again, cut_off=CUT_OFF[job.requeue])
+    parts = [head, f"umask {job.umask}", PATIENTLY, *setup, ME, _again(job), script]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _again(job: Job) -> str:
+    """The function by which a satellite comes again."""
+    if job.requeue:
+        return REQUEUE
+    record = RECORD.format(room=shlex.quote(job.room)).rstrip() if job.room else ""
+    return SUBMIT.format(record=record).replace("\n\n", "\n")
 
 
 def array_options(config: Config, trainer_job: str) -> Sequence[str]:

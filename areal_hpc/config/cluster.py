@@ -131,7 +131,8 @@ class ClusterConfig:
     of the time limit, at most 300."""
     requeue: bool = True
     """Requeue the job when it stopped at its time limit, was pre-empted or lost a node. False, for sites that do not:
-    at its time limit it submits the next job of a chain, which goes on; after a lost node `submit --resume` does."""
+    at its time limit, or pre-empted, it submits the next job of a chain, which goes on, and so does each satellite;
+    after a lost node `submit --resume` does."""
     setup: tuple[str, ...] = ()
     """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
     prefix: str = ""

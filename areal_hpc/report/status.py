@@ -113,8 +113,8 @@ def _satellites(present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
     """The engines that have joined, who holds their seats, and what Slurm says of the jobs that bring more."""
     joined = [_seat_text(seat) for seat in present]
     texts = [f"joined: {', '.join(joined)}"] if joined else []
-    if job is not None and job.satellites:
-        texts.append(f"array {job.satellites_id}: " + ", ".join(f"{n} {state}" for state, n in job.satellites.items()))
+    for array_id, tasks in job.satellites.items() if job is not None else ():
+        texts.append(f"array {array_id}: " + ", ".join(f"{number} {state}" for state, number in tasks.items()))
     return {"satellites": "; ".join(texts)} if texts else {}
 
 

@@ -1,12 +1,13 @@
 """What a run in Slurm jobs has cost: hours of nodes and GPUs, how they were used, energy, and how each attempt ended.
 
 An attempt holds its nodes from when its launcher had them to its last record; Slurm also counts the time before the
-launcher came up and after its last word.
+launcher came up and after its last word. Of satellites, which come and go, Slurm's accounts speak; without them the
+time that their engines served, by their records: what it took to come up is not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import RunDir, read_if_listed
 from areal_hpc.report.summary import Summary
 from areal_hpc.report.text import count, duration, number, percent
-from areal_hpc.roles.job import jobs_of
+from areal_hpc.roles import seats
+from areal_hpc.roles.job import jobs_of, satellite_jobs
 from areal_hpc.roles.stopping import ALIVE
-from areal_hpc.telemetry import RecordReader
+from areal_hpc.telemetry import Record, RecordReader
 
 HOUR_S = 3600.0
 JOULES_PER_KWH = 3.6e6
@@ -48,10 +50,19 @@ class AttemptUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SatelliteUse:
+    """What all jobs of engines that joined have held."""
+
+    node_s: float = 0.0
+    gpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """All attempts of a run, oldest first."""
 
     attempts: Sequence[AttemptUse]
+    satellites: SatelliteUse = SatelliteUse()
     engines_idle_share: float | None = None
     """Of the time that engines served, in which they had nothing to do; None of a run without engines."""
     energy_j: int | None = None
@@ -59,13 +70,14 @@ class Usage:
 
     def facts(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers, by name. ``told``: those of the run's summary."""
-        gpu_hours = self._hours("gpus")
+        node_hours = self._hours("nodes", self.satellites.node_s)
+        gpu_hours = self._hours("gpus", self.satellites.gpu_s)
         held_s = sum(one.seconds for one in self.attempts)
         steps_s = told["seconds"] or 0.0
         busy_s = steps_s * (1 - (told["wait_share"] or 0.0))
         tokens, total = told["tokens_trained"] or 0.0, sum(gpu_hours.values())
         return {
-            "node_hours": self._hours("nodes"),
+            "node_hours": node_hours,
             "gpu_hours": gpu_hours,
             "outside_steps_share": max(0.0, 1 - steps_s / held_s) if held_s else None,
             "trainer_idle_share": max(0.0, 1 - busy_s / held_s) if held_s else None,
@@ -75,13 +87,13 @@ class Usage:
             "attempts": {str(one.epoch): one.text() for one in self.attempts},
         }
 
-    def _hours(self, what: str) -> dict[str, float]:
-        """Component to hours of its ``nodes`` or ``gpus``."""
+    def _hours(self, what: str, satellites_s: float) -> dict[str, float]:
+        """Component to hours of its ``nodes`` or ``gpus``, and those of satellites."""
         found: dict[str, float] = {}
         for one in self.attempts:
             for component, amount in getattr(one, what).items():
                 found[component] = found.get(component, 0.0) + amount * one.seconds / HOUR_S
-        return found
+        return {**found, "satellites": satellites_s / HOUR_S} if satellites_s else found
 
 
 def usage_of(run: RunDir, summary: Summary, *, ask: bool) -> Usage | None:
@@ -93,25 +105,55 @@ def usage_of(run: RunDir, summary: Summary, *, ask: bool) -> Usage | None:
     """
     if not (jobs := jobs_of(run)):
         return None
+    beside = [job for job in satellite_jobs(run) if job not in jobs]  # engines may also join in the run's own job
     try:
-        rows = accounted(jobs) if ask else []
+        rows = accounted([*jobs, *beside]) if ask else []
     except SubmissionError:
         rows = []
     energies = [row.energy_j for row in rows if not row.step and row.energy_j is not None]
     uses = [_use(run, attempt.epoch, summary, rows) for attempt in run.all_attempts()]
-    return Usage(attempts=uses, engines_idle_share=_engines_idle(run), energy_j=sum(energies) if energies else None)
+    engines = _last_of_engines(run)
+    served = _served(run, engines)
+    held = [row for row in rows if not row.step and row.job.partition("_")[0] in beside]
+    satellites = SatelliteUse(
+        node_s=sum(row.elapsed_s * row.nodes for row in held) or served.node_s,
+        gpu_s=sum(row.elapsed_s * row.gpus for row in held) or served.gpu_s,
+    )
+    return Usage(
+        attempts=uses,
+        satellites=satellites,
+        engines_idle_share=_idle_share(engines.values()),
+        energy_j=sum(energies) if energies else None,
+    )
 
 
-def _engines_idle(run: RunDir) -> float | None:
-    """From the last record of each engine in each attempt; of one that was replaced, its last process speaks."""
-    last = {
+def _last_of_engines(run: RunDir) -> dict[tuple[int, int], Record]:
+    """The last record of each engine in each attempt, by epoch and index: it tells of all processes that were it."""
+    return {
         (record.epoch, record.index): record
         for attempt in run.all_attempts()
         for record in RecordReader(attempt.telemetry, ("generator",), last_bytes=LAST_BYTES).poll()
+        if record.number("up_s") is not None
     }
-    up_s = sum(record.number("up_s") or 0.0 for record in last.values())
-    busy_s = sum(record.number("busy_s") or 0.0 for record in last.values())
+
+
+def _idle_share(engines: Collection[Record]) -> float | None:
+    up_s = sum(record.number("up_s") or 0.0 for record in engines)
+    busy_s = sum(record.number("busy_s") or 0.0 for record in engines)
     return 1 - busy_s / up_s if up_s else None
+
+
+def _served(run: RunDir, engines: Mapping[tuple[int, int], Record]) -> SatelliteUse:
+    """What satellites have used as their engines tell it: each stands for its part of its node."""
+    node_s = gpu_s = 0.0
+    for attempt in run.all_attempts():
+        for seat in seats.last(attempt):
+            last, holder = engines.get((attempt.epoch, seat.index)), seat.holder()
+            if last is not None and (number := holder.get("engines")):
+                up_s = last.number("up_s") or 0.0
+                node_s += up_s / number
+                gpu_s += up_s / number * holder["gpus"]
+    return SatelliteUse(node_s=node_s, gpu_s=gpu_s)
 
 
 def _use(run: RunDir, epoch: int, summary: Summary, rows: Sequence[Accounted]) -> AttemptUse:

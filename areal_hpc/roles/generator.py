@@ -17,6 +17,7 @@ from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.serving import ServedEngine, serve_engine
+from areal_hpc.telemetry import RecordReader
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ NOTICE_S = 1.5
 END_S = 2.5
 """What the end of the engine itself may take of ``limits.stop_s``."""
 POLL_S = 0.1
+LAST_BYTES = 1 << 12
+"""Enough of an engine's records for one of them."""
 
 
 def main(process: RoleProcess) -> int:
@@ -34,8 +37,8 @@ def main(process: RoleProcess) -> int:
 
 
 async def _serve(process: RoleProcess) -> None:
-    """Serve, and record the load once a second: so of a run of weeks the last line tells how long it was at work. Ends
-    when a stop is asked for, or somebody has given its seat up.
+    """Serve, and record the load once a second: so of a run of weeks the last line tells how long this engine was there
+    and at work, with those who were it before. Ends when a stop is asked for, or somebody has given its seat up.
 
     Raises:
         GenerationError: the engine has ended, or it does not answer.
@@ -46,16 +49,17 @@ async def _serve(process: RoleProcess) -> None:
             process.seat.come_up()
         process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
-        began = looked = time.monotonic()
-        busy_s = 0.0
+        looked = time.monotonic()
+        busy_s, up_s = await asyncio.to_thread(_before, process)
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
             if not engine.alive():
                 raise GenerationError(f"the engine of {process.name} has ended; see the log above")
             load = await engine.load()
             before, looked = looked, time.monotonic()
+            up_s += looked - before
             busy_s += looked - before if load["running"] else 0.0
-            process.recorder.record("generation", {**load, "busy_s": busy_s, "up_s": looked - began})
+            process.recorder.record("generation", {**load, "busy_s": busy_s, "up_s": up_s})
             if process.seat is not None and not await asyncio.to_thread(process.seat.is_held):
                 log.warning("the run has given %s up: nothing was heard of it for too long", process.name)
                 break
@@ -63,6 +67,15 @@ async def _serve(process: RoleProcess) -> None:
             process.seat.leave()
             await _finish(engine, process.config.limits.stop_s - END_S)
         stop.cancel()
+
+
+def _before(process: RoleProcess) -> tuple[float, float]:
+    """Seconds at work and in all of the processes that were this engine before in the attempt."""
+    last = None
+    if process.incarnation:
+        records = RecordReader(process.attempt.telemetry, (process.role,), last_bytes=LAST_BYTES).poll()
+        last = next((one for one in reversed(list(records)) if one.index == process.index and one.number("up_s")), None)
+    return (0.0, 0.0) if last is None else (last.number("busy_s") or 0.0, last.number("up_s") or 0.0)
 
 
 async def _finish(engine: ServedEngine, limit_s: float) -> None:

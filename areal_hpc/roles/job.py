@@ -25,11 +25,15 @@ from areal_hpc.cluster.jobs import (
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import RunDirError, SubmissionError
-from areal_hpc.fs import RunDir, names_in, read_if_listed
+from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed
 from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
 
 SUBMISSION = re.compile(r"submission-(\d{4})\.json")
 """What ``areal-hpc submit`` leaves of each submission."""
+SUCCESSOR = re.compile(r"task-\d+")
+"""Where the script of a satellite tells which job comes in its place (satellites.py)."""
+JOINED = re.compile(r"joined-(\d+)(?:_\d+)?")
+"""What a job leaves that joins with its engines; of an array, each of its tasks."""
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 """States of a job in the queue that has no nodes (yet, or any more)."""
 
@@ -88,10 +92,8 @@ class JobView:
     in before."""
     problem: str = ""
     """Why Slurm, or its accounts, cannot be asked."""
-    satellites_id: str = ""
-    """The array of jobs that was submitted along with it."""
-    satellites: Mapping[str, int] = field(default_factory=dict)
-    """State to the number of tasks of that array, as far as they are in the queue."""
+    satellites: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of each array of satellites, by its id, state to the number of its tasks, as far as they are in the queue."""
 
     def text(self) -> str:
         """In words, with what to do where a person can do something."""
@@ -135,8 +137,8 @@ def look(run: RunDir) -> JobView | None:
     try:
         found, tasks = queued_beside(job_id, beside) if beside else (queued(job_id), {})
     except SubmissionError as error:
-        return JobView(job_id=job_id, problem=str(error), satellites_id=beside)
-    view = JobView(job_id=job_id, queued=found, satellites_id=beside, satellites=tasks)
+        return JobView(job_id=job_id, problem=str(error))
+    view = JobView(job_id=job_id, queued=found, satellites=tasks)
     if found is not None:
         return view
     try:
@@ -146,12 +148,43 @@ def look(run: RunDir) -> JobView | None:
     return replace(view, is_over=True, ended=last_incarnation(rows))
 
 
-def satellites_of(run: RunDir) -> str:
+def satellites_dir(run: RunDir) -> Path:
+    """Output of the jobs of engines that were submitted with a run, who has come in their place, and who has joined."""
+    return run.slurm / "satellites"
+
+
+def submitted_satellites(run: RunDir) -> str:
     """The array of satellites that was submitted last; empty if there is none."""
+    return next(reversed(_submitted_arrays(run)), "")
+
+
+def satellites_of(run: RunDir) -> list[str]:
+    """That array and, where a site does not requeue, those that its tasks have submitted in their place."""
+    first = submitted_satellites(run)
+    directory = satellites_dir(run)
+    names = names_in(directory) if first and directory.is_dir() else []
+    told = {(directory / name).read_text(encoding="ascii").strip() for name in names if SUCCESSOR.fullmatch(name)}
+    return [first, *sorted((one for one in told if one.isdigit() and int(one) > int(first)), key=int)] if first else []
+
+
+def note_satellite(run: RunDir, job: str) -> None:
+    """Leave on record that a job has engines for the run: what it costs is asked by that, its waiting included."""
+    make_private_directory(run.slurm)
+    create_exclusive(make_private_directory(satellites_dir(run)) / f"joined-{job}", b"")
+
+
+def satellite_jobs(run: RunDir) -> list[str]:
+    """The ids of all jobs, or arrays, that have had engines for the run."""
+    names = names_in(satellites_dir(run)) if satellites_dir(run).is_dir() else []
+    return sorted({found[1] for name in names if (found := JOINED.fullmatch(name))}, key=int)
+
+
+def _submitted_arrays(run: RunDir) -> list[str]:
+    """Those that ``submit`` has handed in, oldest first."""
     names = names_in(run.slurm) if run.slurm.is_dir() else []
     records = sorted(name for name in names if SUBMISSION.fullmatch(name))
-    told = [read_if_listed(run.slurm / name) or {} for name in records]
-    return next((record["satellites"] for record in reversed(told) if record.get("satellites")), "")
+    told = (read_if_listed(run.slurm / name) or {} for name in records)
+    return [record["satellites"] for record in told if record.get("satellites")]
 
 
 def refuse_queued(run: RunDir, *, takeover: bool = False) -> JobView | None:
@@ -214,8 +247,8 @@ def stop_submitted(
     """
     view = None if works_outside(run) else ask(run)
     said = _stop_job(run, timeout_s, view, end, stop)
-    if view is not None and view.satellites:
-        end(view.satellites_id)
+    for array_id in view.satellites if view is not None else ():
+        end(array_id)
     return said
 
 

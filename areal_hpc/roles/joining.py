@@ -2,7 +2,8 @@
 
     find        an attempt that works, waiting for it: the run may be in Slurm's queue, or between two attempts
     seats       one for each engine; the trainer brings it to the newest weights, then the rollout workers ask it
-    watch       an engine that dies is replaced on a seat of its own; the trainer's heart beats
+    watch       an engine that dies is replaced on a seat of its own, and one that the run has given up and that does
+                not end (``eviction``); the trainer's heart beats
     leave       SIGTERM: seats are left, requests under way end or are asked anew of others, engines end
     again       the attempt is over and the run is not: the same for the next one
 
@@ -36,7 +37,9 @@ from areal_hpc.errors import ConfigError, DataError, RunDirError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import AttemptDir, RunDir, names_in, read_json, wait_for
 from areal_hpc.roles import seats
+from areal_hpc.roles.eviction import Eviction
 from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
+from areal_hpc.roles.job import note_satellite
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
@@ -73,13 +76,19 @@ class SeatedLauncher(LocalLauncher):
         self._taken: dict[int, tuple[Seat, tuple[int, ...]]] = {}
 
     @property
+    def own_seats(self) -> Mapping[int, Seat]:
+        """Those of the engines that run here, by their index."""
+        return {index: seat for index, (seat, _) in self._taken.items()}
+
+    @property
     def num_blocks(self) -> int:
         """How many engines can be started now."""
         return len(self._blocks)
 
     def start(self, role: str, index: int, variables: Mapping[str, str] = NO_VARIABLES) -> None:
         """Start one engine on whatever seat is free; ``index`` only tells how many have been asked for."""
-        seat = seats.take(self.attempt, self._first, self._holder)
+        # One that the run has given up may still run here.
+        seat = seats.take(self.attempt, self._first, self._holder, besides=self._taken)
         devices = self._blocks.pop(0)
         self._taken[seat.index] = seat, devices
         self.num_starts[role, seat.index] = seat.incarnation
@@ -122,6 +131,8 @@ def join_run(
         RoleDied: an engine died too often.
     """
     run, job = RunDir.open(root, waiting=True), job_of(environment)
+    if job:
+        note_satellite(run, job)
     with Signals(from_scheduler=bool(job)) as signals:
         while standing := _next_standing(run, after, wait_s, signals):
             if standing.attempt is None:
@@ -197,14 +208,16 @@ class _Visit:
         """Serve until the attempt is over or this process is told to leave; ``past``."""
         config = load([self.run.config], [])
         require_joinable(self.run, config)
+        blocks = device_blocks(config, num_engines, environment)
         launcher = SeatedLauncher(
             config,
             self.run,
             self.attempt.epoch,
             self._address(),
-            blocks=device_blocks(config, num_engines, environment),
-            holder=holder,
+            blocks=blocks,
+            holder={**holder, "engines": len(blocks), "gpus": sum(map(len, blocks))},
         )
+        eviction = Eviction(self.attempt, config.limits.stop_s)
         supervisor = Supervisor(
             launcher,
             config.limits,
@@ -214,7 +227,7 @@ class _Visit:
             show=lambda: None,
             record=lambda _, values: log.warning("%s; another one takes a seat", values["reason"]),
             check_fence=lambda: None,
-            watchdog=lambda _: None,
+            watchdog=lambda running: eviction.look(launcher.own_seats, running),
         )
         try:
             supervisor.start({"generator": launcher.num_blocks})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,17 @@ class Seat:
         create_exclusive(_directory(self.attempt) / f"{self.index}.{self.incarnation}.{what}", b"{}")
 
 
-def take(attempt: AttemptDir, first: int, holder: Mapping[str, Any]) -> Seat:
-    """A seat that nobody has: the lowest that was left, else a new one; ``first`` is the lowest of all."""
+def take(attempt: AttemptDir, first: int, holder: Mapping[str, Any], besides: Collection[int] = ()) -> Seat:
+    """A seat that nobody has: the lowest that was left, else a new one.
+
+    Args:
+        first: the lowest of all.
+        besides: seats that may be free, and are not wanted.
+    """
     content = json.dumps(dict(holder)).encode()
     while True:
         names = _Names.listed(attempt)
-        free = sorted(names.last.keys() - names.held())
+        free = sorted(names.last.keys() - names.held() - set(besides))
         index = free[0] if free else max([first - 1, *names.last]) + 1
         seat = Seat(attempt=attempt, index=index, incarnation=names.last[index] + 1 if free else 0)
         if create_exclusive(_directory(attempt) / f"{seat.index}.{seat.incarnation}", content):
@@ -80,6 +85,12 @@ def present(attempt: AttemptDir) -> dict[int, Seat]:
     """The seats whose engines answer requests, by index."""
     names = _Names.listed(attempt)
     return {index: names.seat(attempt, index) for index in names.held() if names.is_marked(index, "up")}
+
+
+def last(attempt: AttemptDir) -> list[Seat]:
+    """Who sits on each seat that there is, or sat there last."""
+    names = _Names.listed(attempt)
+    return [names.seat(attempt, index) for index in sorted(names.last)]
 
 
 def vacant(attempt: AttemptDir) -> set[str]:

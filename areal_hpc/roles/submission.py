@@ -5,7 +5,9 @@ run directory/slurm/
   config-0001.yaml         what was submitted: later edits of the configuration do not reach a queued job
   1234.log                 the batch script's output, over all requeues of job 1234
   1234/                    the script as sbatch got it, and submitit's files
-  satellites-0001.sbatch   the script of each satellite; satellites/1235_1.log is the output of one
+  satellites-0001.sbatch   the script of each satellite; satellites/1235_1.log is the output of one, and
+  satellites/task-1        which job has come in the place of the first, where a site does not requeue
+  satellites/joined-9_1    a job, or a task of an array, that has had engines for the run
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from areal_hpc.roles.job import (
     ended_with,
     newest_submission,
     refuse_queued,
+    satellites_dir,
     submission_of,
+    submitted_satellites,
     works_outside,
 )
 from areal_hpc.roles.stopping import refuse_living_owner
@@ -120,9 +124,9 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
     if config.cluster.shape is not Shape.SATELLITES:
         return ""
     if before is not None and before.satellites:
-        return before.satellites_id
-    logs = make_private_directory(run.slurm / "satellites")
-    job = satellite_job(config, log=str(logs / "%A_%a.log"), directory=Path.cwd())
+        return submitted_satellites(run)
+    logs = make_private_directory(satellites_dir(run))
+    job = satellite_job(config, log=str(logs / "%A_%a.log"), directory=Path.cwd(), room=str(logs))
     python = shlex.quote(python_on_nodes(config.cluster))
     # They may start before the run's new attempt has, and must not take an old one's end for that of the run.
     past = ["--after", str(newest_epoch(run)), "--wait", f"{config.limits.rejoin_s:g}"]

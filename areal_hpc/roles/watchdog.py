@@ -4,7 +4,7 @@
         all get on      nothing
         quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
         engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again;
-                        one that has joined and is silent is nobody's to kill: its seat is given up (``attendance``)
+                        of one that has joined, which is nobody's to kill here, the seat is given up (``attendance``)
         stall_s         Stalled: the launcher ends the attempt, with exit code 70
 
 Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
@@ -51,7 +51,7 @@ class Watchdog:
         self._since: float | None = None  # when the trouble began
         self._named, self._told = "", -math.inf
         self._hung: dict[str, float] = {}  # engine -> since when
-        self._attendance = Attendance(attempt, limits.engine_s or limits.stall_s, clock)
+        self._attendance = Attendance(attempt, limits, clock)
 
     def look(self, running: Mapping[tuple[str, int], stacks.Process]) -> None:
         """Judge the roles that run.
@@ -63,9 +63,9 @@ class Watchdog:
         if now < self._next_look or not running:
             return
         self._next_look = now + min(WATCH_S, self._half_s)
-        self._attendance.look()
         processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
+        self._attendance.look(seen)
         self._end_hung_engines(seen, processes)
         explanation = explain(seen, self._half_s)
         if explanation.trouble:

@@ -1,4 +1,4 @@
-"""A run without an engine of its own, served by whoever joins: told to leave, killed, and staying to the end."""
+"""A run without an engine of its own, served by whoever joins: told to leave, killed, frozen, staying to the end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from launched import Launched, command, environment, launched, until
 from test_live_roles import check_exactly_once, engine_events
 
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
+from areal_hpc.fs import read_json
 from areal_hpc.roles import seats
 
 
@@ -54,8 +55,9 @@ def num_joined(started: Launched) -> int:
 
 
 def test_engines_join_and_leave_a_run_that_has_none(tmp_path: Path, model: Path) -> None:
-    words = ("generation.replicas=0", "trainer.total_steps=16", "rollout.reward=tiny_task:paced", "limits.stop_s=10")
-    with launched(tmp_path, model, *words) as started:
+    words = ("generation.replicas=0", "trainer.total_steps=16", "rollout.reward=tiny_task:paced", "limits.stop_s=5")
+    frozen = ("limits.quiet_s=2", "limits.engine_s=4")
+    with launched(tmp_path, model, *words, *frozen) as started:
         until("the configuration", started.run.config.exists)
         attempt = started.run.attempt(1)
         with satellite(started, 0) as leaves:
@@ -71,7 +73,15 @@ def test_engines_join_and_leave_a_run_that_has_none(tmp_path: Path, model: Path)
             killed.look()
             killed.process.kill()
             until("their end", lambda: not seats.newest(attempt))  # they see that nobody is there who started them
+        before = num_joined(started)
         with satellite(started, 2) as stays:
+            until("an engine that stays", lambda: num_joined(started) > before)
+            (engine,) = seats.present(attempt).values()
+            pid = read_json(attempt.endpoint("generator", engine.index))["pid"]
+            psutil.Process(pid).suspend()
+            # There is place for one engine only, which it has until its satellite ends it.
+            until("another in its place", lambda: set(seats.present(attempt).values()) - {engine})
+            assert not psutil.pid_exists(pid)
             assert started.wait() == EXIT_DONE, started.text
             assert stays.process.wait(60) == EXIT_DONE, stays.output.read_text()
         assert len(started.run.all_attempts()) == 1

@@ -40,9 +40,13 @@ def waits_in_the_queue_for_a_week(slurm: SlurmCluster, job: str, run: RunDir) ->
         slurm.run("scontrol", "release", component["JobId"])
 
 
+HELD = {"satellites": ("generation.replicas=0", "cluster.trainer.raw=['--hold']")}
+"""Satellites do not start before the trainer's job does, anyhow."""
+
+
 def start(slurm: SlurmCluster, home: Path, shape: str, words: list[str]) -> tuple[str, RunDir, Path]:
     if shape != "local":
-        job, run, log = submit(slurm, home, *words, "cluster.all.raw=['--hold']")
+        job, run, log = submit(slurm, home, *words, *HELD.get(shape, ("cluster.all.raw=['--hold']",)))
         waits_in_the_queue_for_a_week(slurm, job, run)
         return job, run, log
     log = home / "local.log"
@@ -54,7 +58,7 @@ def start(slurm: SlurmCluster, home: Path, shape: str, words: list[str]) -> tupl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", ["het", "split", "local"])
+@pytest.mark.parametrize("shape", ["het", "split", "satellites", "local"])
 def test_A11_the_quickstart_waits_long_in_the_queue_is_pre_empted_in_the_middle_and_finishes(
     slurm: SlurmCluster, home: Path, request: pytest.FixtureRequest, shape: str
 ) -> None:

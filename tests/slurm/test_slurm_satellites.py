@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from runs import OVER, areal, status, submit, typed
 from areal_hpc.fs import RunDir, read_json
 from areal_hpc.report import prove_run
 from areal_hpc.roles import seats
+from areal_hpc.roles.job import jobs_of, satellites_dir, satellites_of
 from areal_hpc.telemetry import RecordReader
 
 STEPS = 60
@@ -34,6 +36,13 @@ WORDS = (
     "cluster.trainer.time='60'",
 )
 """So low a learning rate that two runs have the same rewards, but for chance."""
+WITHOUT_REQUEUE = (
+    "cluster.requeue=false",
+    "cluster.trainer.partition=preempt",
+    "cluster.trainer.nodelist=n1",
+    "cluster.generation.exclude=n1",
+    "trainer.total_steps=8",
+)
 QUICK = "rollout.reward=tiny_task:spread"
 """The same rewards at once."""
 
@@ -41,8 +50,8 @@ QUICK = "rollout.reward=tiny_task:spread"
 class World:
     """The run, and the satellites of the moment."""
 
-    def __init__(self, slurm: SlurmCluster, home: Path, model: Path) -> None:
-        words = [*arguments(home, model), *WORDS, "generation.replicas=0", "cluster.shape=satellites"]
+    def __init__(self, slurm: SlurmCluster, home: Path, model: Path, *more: str) -> None:
+        words = [*arguments(home, model), *WORDS, "generation.replicas=0", "cluster.shape=satellites", *more]
         options = [f"cluster.satellites={SATELLITES}", "cluster.generation.partition=preempt"]
         self.slurm, self.home, self.hold = slurm, home, home / "hold"
         self.hold.touch()  # so that no step is made while satellites start
@@ -99,11 +108,16 @@ def kill(world: World) -> None:
 
 
 def pre_empt(world: World) -> None:
-    """Without grace. What was pre-empted comes again by itself, unless somebody cancels it."""
+    """What was pre-empted comes again by itself, unless somebody cancels it."""
+    take_nodes(world)
+    world.slurm.call("scancel", world.array)
+
+
+def take_nodes(world: World) -> None:
+    """Pre-empt without grace."""
     options = [f"--exclude={world.trainer_node}", "-N2", "--exclusive", "-o", "/dev/null"]
     rival = world.slurm.call("sbatch", "-p", "gpu", *options, "--wrap", "sleep 1").split()[-1]
     world.slurm.wait_for_state(rival, "COMPLETED")
-    world.slurm.call("scancel", world.array)
 
 
 def warn(world: World) -> None:
@@ -154,12 +168,60 @@ def test_satellites_join_and_leave_twenty_times_and_the_run_is_what_it_would_hav
         assert slurm.wait_for_state(f"{world.array}_{task}", *OVER) == "COMPLETED"
     assert len(list(world.run.attempt(1).logs.glob("generator-*.log"))) <= 2 * SATELLITES, "seats are used again"
 
+    report = areal(slurm, home, "report", world.run.root).stdout
+    assert re.search(r"node-hours +trainer 0\.\d+, satellites 0\.\d+\n", report), report
+
     _, still, _ = submit(slurm, home, *arguments(home, model), *WORDS, "name=still", "cluster.shape=het", QUICK)
     wait_for("the run without satellites", still.summary.exists, LIMIT_S, 0.5)
     one, other = rewards(world.run), rewards(still)
     assert one.size == other.size == STEPS
     by_chance = math.sqrt(one.var(ddof=1) / STEPS + other.var(ddof=1) / STEPS)
     assert abs(one.mean() - other.mean()) < 4 * by_chance, (one.mean(), other.mean(), by_chance)
+
+
+@pytest.mark.long
+def test_what_is_pre_empted_where_a_site_does_not_requeue_has_one_successor_satellites_and_the_run_alike(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    world = World(slurm, home, model, *WITHOUT_REQUEUE)
+    run, first = world.run, world.array
+    wait_for("satellites", lambda: world.num_joined() >= SATELLITES, LIMIT_S, 0.2)
+    world.let_train(2)
+    world.hold.touch()
+    take_nodes(world)
+    for task in range(1, SATELLITES + 1):
+        assert slurm.wait_for_state(f"{first}_{task}", *OVER) == "PREEMPTED"
+    _, *successors = satellites_of(run)
+    assert len(set(successors)) == SATELLITES
+    said = [path.read_text(encoding="utf-8") for path in satellites_dir(run).glob(f"{first}_*.log")]
+    for successor in successors:
+        assert successor in status(slurm, run)["satellites"]
+        assert sum(f"job {successor} serves the run in its place" in text for text in said) == 1, said
+    wait_for("their successors", lambda: len(seats.present(run.attempt(1))) == SATELLITES, LIMIT_S, 0.2)
+    world.let_train(4)
+    assert len(run.all_attempts()) == 1, "of which the trainer has noticed nothing else"
+
+    world.hold.touch()
+    rival = slurm.call(
+        "sbatch", "-p", "gpu", f"-N{len(slurm.nodes)}", "--exclusive", "-o", "/dev/null", "--wrap", "true"
+    )
+    slurm.wait_for_state(rival.split()[-1], "COMPLETED")
+    assert slurm.wait_for_state(world.job, *OVER) in ("PREEMPTED", "COMPLETED"), world.log.read_text(encoding="utf-8")
+    world.hold.unlink()
+    assert world.log.read_text(encoding="utf-8").count(" goes on when this one has ended") == 1
+    job, second = jobs_of(run)
+    assert job == world.job
+    assert slurm.wait_for_state(second, *OVER, limit_s=LIMIT_S) == "COMPLETED"
+    assert len(run.all_attempts()) == 2
+    proof = prove_run(run)
+    assert proof.proven, proof.facts()
+    assert read_json(run.summary)["last_step"] == 8
+    _, *last = satellites_of(run)
+    assert len(set(last)) == SATELLITES
+    assert not set(last) & set(successors)
+    # The run is over, and nobody comes in their place.
+    assert {slurm.wait_for_state(one, *OVER) for one in last} == {"COMPLETED"}
+    assert satellites_of(run) == [first, *last]
 
 
 def test_satellites_of_a_run_that_is_stopped_leave_the_queue_with_it(

@@ -8,9 +8,21 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
-from runs import LONG, OVER, assert_finished_in_two_attempts, status, submit, typed, wait_for_step
+from runs import (
+    LONG,
+    LONGEST_S,
+    OVER,
+    STEPS,
+    areal,
+    assert_finished_in_two_attempts,
+    status,
+    submit,
+    typed,
+    wait_for_step,
+)
 
-from areal_hpc.fs import RunDir
+from areal_hpc.fs import RunDir, read_json
+from areal_hpc.report import prove_run
 
 
 @pytest.mark.long
@@ -53,6 +65,36 @@ def test_A7_a_component_that_somebody_cancels_ends_the_run_and_its_step_is_named
     text = log.read_text(encoding="utf-8")
     assert f"the step on {node} ended with code" in text
     wait_for("the accounts", lambda: f"{job} FAILED" in status(slurm, run)["job"], poll_s=1.0)
+
+
+@pytest.mark.long
+def test_a_component_that_is_killed_costs_an_attempt_and_a_node_of_it_that_fails_a_requeue(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    job, run, log = submit(slurm, home, *arguments(home, model), *LONG, "cluster.shape=het")
+    wait_for_step(run, 5)
+    node = slurm.job(job)[1]["NodeList"]
+    engine = read_json(run.attempt(1).endpoint("generator", 0))["pid"]
+    agent = slurm.call("ps", "-o", "ppid=", "-p", str(engine), where=node).strip()
+    slurm.call("kill", "-KILL", agent, where=node)
+    wait_for("the next attempt, in the same job", lambda: len(run.all_attempts()) == 2)
+    wait_for_step(run, 10)
+    assert slurm.job(job)[0]["Restarts"] == "0"
+    assert read_json(run.attempt(1).state)["about"].startswith(f"the step on {node} ended with code")
+
+    slurm.crash(node)
+    state = slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S)
+    slurm.boot(node)
+    text = log.read_text(encoding="utf-8")
+    assert state == "COMPLETED", text
+    assert slurm.job(job)[0]["Restarts"] == "1"
+    report = areal(slurm, home, "report", run.root).stdout
+    assert re.search(rf"attempt 1 +job {job}, .*, the step on {node} ended with code \d+\n", report), report
+    assert re.search(rf"attempt 2 +job {job}, .*, cut off: NODE_FAIL\n", report), report
+    assert re.search(rf"attempt 3 +job {job}, requeue 1, .*, finished\n", report), report
+    proof = prove_run(run)
+    assert proof.proven, proof.facts()
+    assert read_json(run.summary)["last_step"] == STEPS, text
 
 
 def test_A8_a_step_that_never_starts_ends_the_job_in_seconds_and_is_named(

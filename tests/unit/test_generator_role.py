@@ -19,7 +19,7 @@ from areal_hpc.roles import generator, seats
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.wiring.serving import ServedEngine
-from areal_hpc.telemetry import Recorder
+from areal_hpc.telemetry import Recorder, RecordReader
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
@@ -108,6 +108,23 @@ def test_an_engine_of_the_runs_own_has_no_seat_and_ends_at_once(
     assert process.seat is None
     assert generator.main(process) == EXIT_STOPPED
     assert seats.newest(engine.run.attempt(1)) == {}
+
+
+def test_what_an_engine_tells_of_its_time_holds_that_of_those_who_were_it_before(engine: Engine) -> None:
+    seat = taken(engine)
+    before = process_of(engine, seat.index)
+    for up_s in (1.0, 100.0):
+        before.recorder.record("generation", {"running": 0, "busy_s": up_s / 2, "up_s": up_s})
+    process_of(engine, 7).recorder.record("generation", {"running": 0, "busy_s": 900.0, "up_s": 900.0})
+    seat.leave()
+    for incarnation in (1, 2):
+        assert generator.main(process_of(engine, taken(engine).index, incarnation)) == EXIT_STOPPED
+    records = RecordReader(engine.run.attempt(1).telemetry, ["generator"]).poll()
+    told = [record.values["up_s"] for record in records if record.index == seat.index]
+    assert told[:2] == [1.0, 100.0]
+    assert told[2:] == sorted(told[2:])
+    assert all(100.0 < float(str(up_s)) < 200.0 for up_s in told[2:])
+    assert len(told) >= 4
 
 
 def test_an_engine_that_has_ended_says_so_and_its_launcher_frees_the_seat(engine: Engine) -> None:

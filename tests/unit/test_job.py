@@ -39,7 +39,7 @@ RUNNING = JobView(job_id="12", queued=Queued(state="RUNNING", starts="2026-11-30
 ENDED = JobView(
     job_id="12",
     is_over=True,
-    ended=parse_accounts("12|NODE_FAIL|0:0|0:0|a|b|1|\n12.batch|CANCELLED|0:15||a|b|1|\n12.0|FAILED|7:0||a|a|1|"),
+    ended=parse_accounts("12|NODE_FAIL|0:0|0:0|a|b|1||\n12.batch|CANCELLED|0:15||a|b|1||\n12.0|FAILED|7:0||a|a|1||"),
 )
 
 
@@ -176,9 +176,9 @@ def test_satellites_are_shown_and_leave_the_queue_with_the_run(run: RunDir, monk
     publish_json(run.slurm / "submission-0002.json", {})  # of somebody who submits right now
     asked = []
 
-    def beside(job_id: str, array_id: str) -> tuple[Queued, dict[str, int]]:
-        asked.append((job_id, array_id))
-        return Queued(state="RUNNING"), {"PENDING": 5, "RUNNING": 2}
+    def beside(job_id: str, array_ids: list[str]) -> tuple[Queued, dict[str, dict[str, int]]]:
+        asked.append((job_id, array_ids))
+        return Queued(state="RUNNING"), {"13": {"PENDING": 5, "RUNNING": 2}}
 
     monkeypatch.setattr(roles_job, "queued_beside", beside)
     attempt(run, 1, "running")
@@ -187,10 +187,33 @@ def test_satellites_are_shown_and_leave_the_queue_with_the_run(run: RunDir, monk
     seat.come_up()
     shown = rows(run, look(run))["satellites"]
     assert shown == "joined: generator-0 (n7, job 13_2); array 13: 5 PENDING, 2 RUNNING"
-    assert asked == [("12", "13")] * 2
+    assert asked == [("12", ["13"])] * 2
     assert stopped(run, look(run)) == ("stopped", ["asked for 5 s", "13"])
     seat.leave()
     assert "joined" not in rows(run, look(run))["satellites"]
+
+
+def test_what_satellites_have_submitted_in_their_place_is_asked_about_and_ends_with_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_json(run.slurm / "submission-0001.json", {"job_id": "12", "satellites": "13"})
+    roles_job.satellites_dir(run).mkdir()
+    for name, text in {"task-1": "15\n", "task-2": "9\n", "task-3": "", "task-4": "15\n", "13_1.log": "14"}.items():
+        (roles_job.satellites_dir(run) / name).write_text(text, encoding="ascii")
+    assert roles_job.satellites_of(run) == ["13", "15"], "9 is of an earlier submission, and one is being written"
+    tasks = {"13": {"RUNNING": 1}, "15": {"PENDING": 2}}
+    monkeypatch.setattr(roles_job, "queued_beside", lambda job, arrays: (Queued(state="RUNNING"), tasks))
+    attempt(run, 1, "running")
+    assert rows(run, look(run))["satellites"] == "array 13: 1 RUNNING; array 15: 2 PENDING"
+    assert stopped(run, look(run)) == ("stopped", ["asked for 5 s", "13", "15"])
+
+
+def test_every_job_that_has_brought_engines_is_known(run: RunDir) -> None:
+    assert roles_job.satellite_jobs(run) == []
+    for job in ("13_1", "9_1", "101", "13_2", "13_1"):
+        roles_job.note_satellite(run, job)
+    (roles_job.satellites_dir(run) / "15_1.log").touch()
+    assert roles_job.satellite_jobs(run) == ["9", "13", "101"]
 
 
 def test_an_engine_that_has_left_is_no_silent_process(run: RunDir) -> None:

@@ -86,18 +86,18 @@ def test_a_command_that_hangs_or_is_not_there_is_an_error(commands: Path, monkey
         queued("12")
 
 
-def test_a_job_and_the_tasks_of_an_array_are_told_apart_by_one_call(commands: Path) -> None:
+def test_a_job_and_the_tasks_of_arrays_are_told_apart_by_one_call(commands: Path) -> None:
     rows = ["12|RUNNING|None|now", "13_4|RUNNING|None|now", "13_5|PENDING|Priority|N/A", "13_6|PENDING|Priority|N/A"]
-    rows.append("13_3|COMPLETING|None|now")
+    rows += ["13_3|COMPLETING|None|now", "15_3|PENDING|Priority|N/A", "16_1|COMPLETING|None|now"]
     lines = "\n".join(f'echo "{row}"' for row in rows)
     command(commands, "squeue", f'echo "$@" >>{commands}/calls\n{lines}')
-    found, tasks = queued_beside("12", "13")
+    found, tasks = queued_beside("12", ["13", "15", "16"])
     assert found is not None
-    assert (found.state, tasks) == ("RUNNING", {"PENDING": 2, "RUNNING": 1})
+    assert (found.state, tasks) == ("RUNNING", {"13": {"PENDING": 2, "RUNNING": 1}, "15": {"PENDING": 1}})
     (call,) = (commands / "calls").read_text(encoding="utf-8").splitlines()
-    assert "--array --jobs 12,13 " in call
+    assert "--array --jobs 12,13,15,16 " in call
     command(commands, "squeue", "true")
-    assert queued_beside("12", "13") == (None, {})
+    assert queued_beside("12", ["13"]) == (None, {})
 
 
 def test_a_script_is_handed_in_as_it_is(commands: Path) -> None:
@@ -112,13 +112,13 @@ def test_a_script_is_handed_in_as_it_is(commands: Path) -> None:
 
 
 HET = """\
-12+0|PREEMPTED|0:0|0:0|2026-11-30T05:00:00|2026-11-30T05:00:40|40|
-12+0.batch|CANCELLED|0:15||2026-11-30T05:00:00|2026-11-30T05:00:41|41|
-12+0|FAILED|1:0|9:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|7200
-12+0.batch|FAILED|1:0||2026-11-30T05:01:00|2026-11-30T05:02:00|60|
-12+0.0|CANCELLED by 1000|0:9||2026-11-30T05:01:02|2026-11-30T05:01:40|38|
-12+1|FAILED|1:0|7:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|K
-12+1.0|FAILED|7:0||2026-11-30T05:01:02|2026-11-30T05:01:30|28|
+12+0|PREEMPTED|0:0|0:0|2026-11-30T05:00:00|2026-11-30T05:00:40|40||
+12+0.batch|CANCELLED|0:15||2026-11-30T05:00:00|2026-11-30T05:00:41|41||
+12+0|FAILED|1:0|9:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|7200|billing=4,cpu=4,gres/gpu=8,gres/gpu:h100=8,mem=1G,node=2
+12+0.batch|FAILED|1:0||2026-11-30T05:01:00|2026-11-30T05:02:00|60||
+12+0.0|CANCELLED by 1000|0:9||2026-11-30T05:01:02|2026-11-30T05:01:40|38||
+12+1|FAILED|1:0|7:0|2026-11-30T05:01:00|2026-11-30T05:02:00|60|K|
+12+1.0|FAILED|7:0||2026-11-30T05:01:02|2026-11-30T05:01:30|28||
 """
 
 
@@ -132,28 +132,29 @@ def test_A29_the_step_that_failed_first_is_found_behind_the_jobs_own_code() -> N
         (1, "0", "FAILED"),
     ]
     assert (rows[0].derived_code, rows[0].elapsed_s, rows[0].energy_j, rows[3].energy_j) == (9, 60, 7200, None)
+    assert [(row.nodes, row.gpus) for row in (rows[0], rows[3])] == [(2, 8), (0, 0)]
     failure = first_failure(rows)
     assert failure is not None
     assert (failure.job, failure.component, failure.step, failure.exit_code) == ("12", 1, "0", 7)
 
 
 def test_A29_a_job_that_succeeds_over_a_failed_step_still_tells_of_it() -> None:
-    text = "5|COMPLETED|0:0|1:0|a|b|1|\n5.batch|COMPLETED|0:0||a|b|1|\n5.0|FAILED|1:0||a|b|1|\n"
+    text = "5|COMPLETED|0:0|1:0|a|b|1||\n5.batch|COMPLETED|0:0||a|b|1||\n5.0|FAILED|1:0||a|b|1||\n"
     failure = first_failure(parse_accounts(text))
     assert failure is not None
     assert (failure.step, failure.exit_code) == ("0", 1)
 
 
 def test_the_script_itself_is_named_where_no_step_failed() -> None:
-    text = "5|FAILED|2:0|0:0|a|b|1|\n5.batch|FAILED|2:0||a|b|1|\n5.0|COMPLETED|0:0||a|a|1|\n"
+    text = "5|FAILED|2:0|0:0|a|b|1||\n5.batch|FAILED|2:0||a|b|1||\n5.0|COMPLETED|0:0||a|a|1||\n"
     failure = first_failure(parse_accounts(text))
     assert failure is not None
     assert failure.step == "batch"
-    assert first_failure(parse_accounts("5|CANCELLED by 0|0:0|0:0|None|b|0|\n")) is None
+    assert first_failure(parse_accounts("5|CANCELLED by 0|0:0|0:0|None|b|0||\n")) is None
 
 
 def test_an_incarnation_that_never_began_has_no_steps_of_the_one_before() -> None:
-    text = "5|NODE_FAIL|0:0|0:0|a|b|1|\n5.0|FAILED|1:0||a|b|1|\n5|CANCELLED by 0|0:0|0:0|None|c|0|\n"
+    text = "5|NODE_FAIL|0:0|0:0|a|b|1||\n5.0|FAILED|1:0||a|b|1||\n5|CANCELLED by 0|0:0|0:0|None|c|0||\n"
     (row,) = last_incarnation(parse_accounts(text))
     assert (row.state, row.start, row.step) == ("CANCELLED", "", "")
 

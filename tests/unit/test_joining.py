@@ -26,6 +26,7 @@ from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, Wait
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
 from areal_hpc.roles import joining, seats
+from areal_hpc.roles.job import satellite_jobs
 from areal_hpc.roles.joining import Standing, device_blocks, join_run, require_joinable, standing_of
 from areal_hpc.roles.stopping import RESTARTING, RUNNING
 
@@ -229,6 +230,12 @@ def test_when_it_is_told_to_leave_it_leaves_its_seats(run: RunDir, engines: Engi
     attempt = begin(run)
     engines.on_start = lambda: os.kill(os.getpid(), signal.SIGTERM)
     assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_STOPPED
+    assert satellite_jobs(run) == ["12"]
+    assert {name: seats.last(attempt)[0].holder()[name] for name in ("job", "engines", "gpus")} == {
+        "job": "12",
+        "engines": 1,
+        "gpus": 0,
+    }
     assert seats.vacant(attempt) == {"generator-1"}
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

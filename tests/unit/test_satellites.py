@@ -28,8 +28,8 @@ def config_of(*words: str) -> Config:
     return resolve(load([REPOSITORY / "configs/quickstart.yaml"], ["cluster.shape=satellites", *words]))
 
 
-def script(*words: str, command: str = "true") -> str:
-    return render_satellite(satellite_job(config_of(*words), log="%A_%a.log"), command)
+def script(*words: str, command: str = "true", room: str = "") -> str:
+    return render_satellite(satellite_job(config_of(*words), log="%A_%a.log", room=room), command)
 
 
 def options(text: str) -> list[str]:
@@ -47,7 +47,7 @@ def test_the_script_that_people_type_is_what_is_rendered() -> None:
 @pytest.mark.parametrize("words", [(), ("cluster.requeue=false",), ("cluster.setup=['module load cuda']",)])
 def test_the_script_is_one_that_bash_understands(words: tuple[str, ...]) -> None:
     command = join_command(config_of(*words), "python", '"$@"')
-    text = script(*words, command=command)
+    text = script(*words, command=command, room="/room of it")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
@@ -118,18 +118,33 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
         config_of(*words)
 
 
-def ending(tmp_path: Path, *words: str, code: int = 75, signals: str = "", **environment: str) -> tuple[int, list[str]]:
+STAND_IN = """\
+#!/bin/bash
+[ $1 = 1 ] || [ $1 = show ] || echo "{name} $*" >>{calls}
+{does}
+"""
+
+
+def ending(
+    tmp_path: Path, *words: str, code: int = 75, signals: str = "", said: str = "", **environment: str
+) -> tuple[int, list[str]]:
     """Run a script whose engines leave with ``code``, and the Slurm commands of which are stand-ins; its exit code and
-    what was called."""
-    for name in ("scontrol", "sbatch", "sleep"):
+    what was called.
+
+    Args:
+        signals: that the script gets before.
+        said: by ``scontrol show job`` of itself.
+    """
+    shows = "".join(f'[ "$*" = "show job -o {job}" ] && echo "JobId=12 {said}"\n' for job in ("12", "12_3"))
+    does = {"scontrol": f"{shows}true", "sbatch": "echo 77", "sleep": "/bin/sleep 0.2"}
+    for name, body in does.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        nap = "/bin/sleep 0.2" if name == "sleep" else ""
-        path.write_text(f'#!/bin/bash\n[ $1 = 1 ] || echo "$(basename "$0") $*" >>{tmp_path}/calls\n{nap}\n')
+        path.write_text(STAND_IN.format(name=name, calls=tmp_path / "calls", does=body))
         path.chmod(0o755)
     body = f"""bash -c 'trap : TERM; for one in {signals}; do kill -$one $PPID; done; /bin/sleep 0.2; exit {code}'"""
     path = tmp_path / "script"
-    path.write_text(script(*words, command=body))
+    path.write_text(script(*words, command=body, room=str(tmp_path)))
     variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "12", **environment}
     done = subprocess.run(["bash", path, "RUN"], env=variables, capture_output=True, check=False, timeout=30)
     calls = tmp_path / "calls"
@@ -151,13 +166,33 @@ def test_a_single_one_comes_again_by_its_own_number(tmp_path: Path) -> None:
 def test_where_a_site_does_not_requeue_a_new_one_comes(tmp_path: Path) -> None:
     again = f"sbatch --parsable --array=3 {tmp_path}/script RUN"
     assert ending(tmp_path, "cluster.requeue=false", **ARRAY) == (0, [again])
+    assert (tmp_path / "task-3").read_text() == "77\n", "where the run's status and stop look for it"
 
 
+PRE_EMPTED = "Reason=None PreemptEligibleTime=2026-11-30T05:00:00 PreemptTime=2026-11-30T05:00:01"
+NOT_SO = "Reason=None PreemptEligibleTime=2026-11-30T05:00:00 PreemptTime=None"
+
+
+@pytest.mark.parametrize("said", [PRE_EMPTED, "Reason=NodeDown", "Reason=TimeLimit"])
+def test_where_a_site_does_not_requeue_what_is_cut_off_has_one_successor(tmp_path: Path, said: str) -> None:
+    again = f"sbatch --parsable --array=3 {tmp_path}/script RUN"
+    asked = ending(tmp_path, "cluster.requeue=false", signals="TERM TERM", said=said, **ARRAY)
+    assert asked == (75, [again])
+    assert (tmp_path / "task-3").read_text() == "77\n"
+
+
+def test_what_was_cut_off_at_its_time_limit_is_requeued_and_what_was_pre_empted_by_slurm_itself(tmp_path: Path) -> None:
+    assert ending(tmp_path, signals="TERM", said="Reason=TimeLimit", **ARRAY) == (75, ["scontrol requeue 12_3"])
+    (tmp_path / "calls").unlink()
+    assert ending(tmp_path, signals="TERM", said=PRE_EMPTED, **ARRAY) == (75, [])
+
+
+@pytest.mark.parametrize("words", [(), ("cluster.requeue=false",)])
 @pytest.mark.parametrize(("code", "signals"), [(75, "TERM"), (0, ""), (1, "")])
-def test_what_slurm_ends_and_what_has_nothing_more_to_do_does_not_come_again(
-    tmp_path: Path, code: int, signals: str
+def test_what_a_person_cancels_and_what_has_nothing_more_to_do_does_not_come_again(
+    tmp_path: Path, code: int, signals: str, words: tuple[str, ...]
 ) -> None:
-    assert ending(tmp_path, code=code, signals=signals) == (code, [])
+    assert ending(tmp_path, *words, code=code, signals=signals, said=NOT_SO) == (code, [])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.fs import AttemptDir, RunDir, publish_json
 from areal_hpc.roles import seats
 from areal_hpc.roles.attendance import Attendance
@@ -49,6 +50,18 @@ def test_an_engine_is_there_from_when_it_is_up_until_its_seat_is_left(attempt: A
     assert (seats.newest(attempt), seats.present(attempt), seats.vacant(attempt)) == ({}, {}, {"generator-2"})
     take(attempt)
     assert (seats.present(attempt), seats.vacant(attempt)) == ({}, set()), "the next one is not up yet"
+
+
+def test_a_seat_that_is_free_and_not_wanted_is_left_to_others(attempt: AttemptDir) -> None:
+    given_up, _ = take(attempt), take(attempt)
+    given_up.leave()  # by the run's launcher; its process still runs here
+    seat = seats.take(attempt, FIRST, {}, besides=[given_up.index])
+    assert (seat.name, seat.incarnation) == ("generator-4", 0)
+    assert [(one.name, one.incarnation) for one in seats.last(attempt)] == [
+        ("generator-2", 0),
+        ("generator-3", 0),
+        ("generator-4", 0),
+    ]
 
 
 def test_one_that_was_given_up_and_wakes_takes_nobodys_seat_away(attempt: AttemptDir) -> None:
@@ -93,7 +106,7 @@ def test_there_are_never_more_seats_than_engines_at_once(
 
 
 def beat(attempt: AttemptDir, seat: Seat, counter: int) -> None:
-    told = {"incarnation": seat.incarnation, "counter": counter, "ended": False}
+    told = {"incarnation": seat.incarnation, "counter": counter, "ended": False, "waits": [], "achieved": {}}
     publish_json(attempt.heartbeat("generator", seat.index), told)
 
 
@@ -101,31 +114,31 @@ def test_a_seat_whose_engine_is_silent_is_given_up_and_only_that(
     attempt: AttemptDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
-    attendance = Attendance(attempt, 120.0, lambda: now)
+    attendance = Attendance(attempt, LimitsConfig(engine_s=120.0), lambda: now)
     alive, cut_off, never = take(attempt), take(attempt), take(attempt)
     beat(attempt, cut_off, 1)
     for second in range(0, 121, 10):
         now = float(second)
         beat(attempt, alive, second)
-        attendance.look()
+        attendance.look([])
     assert [seat.is_held() for seat in (alive, cut_off, never)] == [True, True, True]
-    now = 121.0
-    beat(attempt, alive, 121)
-    attendance.look()
-    assert [seat.is_held() for seat in (alive, cut_off, never)] == [True, False, False]
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "generator-3 on n1 has given no sign of life for 121 s: its seat is free for another engine"
-    assert len(said) == 2
+    for now, held in ((121.0, [True, False, True]), (301.0, [True, False, False])):
+        beat(attempt, alive, int(now))
+        attendance.look([])
+        assert [seat.is_held() for seat in (alive, cut_off, never)] == held, "what comes up has start_s"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "generator-3 on n1 has given no sign of life for 121 s: its seat is free for another engine"
+    assert second.startswith("generator-4 on n1 has given no sign of life for 301 s: ")
 
 
 def test_the_heartbeat_of_who_sat_there_before_is_nobodys(attempt: AttemptDir) -> None:
     now = 0.0
-    attendance = Attendance(attempt, 120.0, lambda: now)
+    attendance = Attendance(attempt, LimitsConfig(engine_s=120.0), lambda: now)
     before = take(attempt)
     before.leave()
     seat = take(attempt)
-    for second in (0.0, 100.0, 130.0):
+    for second in (0.0, 100.0, 310.0):
         now = second
         beat(attempt, before, int(second))  # a process that was stopped, and goes on
-        attendance.look()
+        attendance.look([])
     assert not seat.is_held()

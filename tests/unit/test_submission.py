@@ -52,8 +52,8 @@ class Slurm:
         self.arrays.append((script.read_text(encoding="utf-8"), list(options)))
         return f"7{len(self.arrays)}"
 
-    def queued_beside(self, job_id: str, array_id: str) -> tuple[Queued | None, dict[str, int]]:
-        return self.queued(job_id), self.tasks
+    def queued_beside(self, job_id: str, array_ids: Sequence[str]) -> tuple[Queued | None, dict[str, dict[str, int]]]:
+        return self.queued(job_id), {one: self.tasks for one in array_ids if self.tasks}
 
     def queued(self, job_id: str) -> Queued | None:
         return Queued(state=self.states[job_id]) if self.states[job_id] else None
@@ -182,7 +182,8 @@ def test_satellites_are_submitted_along_with_the_run_and_join_the_attempts_that_
     assert f" /opt/python -u -m areal_hpc join {tmp_path}/quickstart --after 1 --wait 60 &" in script
     assert f"#SBATCH --output={tmp_path}/quickstart/slurm/satellites/%A_%a.log" in script
     assert made.lines()[:2] == ["job 1", "satellites 71"]
-    assert roles_job.satellites_of(made.run) == "71"
+    assert f">{tmp_path}/quickstart/slurm/satellites/task-" not in script, "Slurm requeues"
+    assert roles_job.satellites_of(made.run) == ["71"]
 
 
 def test_a_job_whose_satellites_could_not_be_written_down_stays_on_record(

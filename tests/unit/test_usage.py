@@ -13,16 +13,18 @@ from areal_hpc.cluster.jobs import parse_accounts
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import RunDir, publish_json
 from areal_hpc.report import usage, write_report
+from areal_hpc.roles import seats
+from areal_hpc.roles.job import note_satellite
 from areal_hpc.telemetry import Record
 from areal_hpc.telemetry.records import to_line
 
 BEGAN = 1000.0
 ACCOUNTS = """\
-12+0|NODE_FAIL|0:0|0:0|a|b|61|1800000
-12+0.0|FAILED|1:0||a|b|60|99
-12+1|NODE_FAIL|0:0|0:0|a|b|61|1800000
-12+0|COMPLETED|0:0|0:0|c|d|31|3600000
-12+1|COMPLETED|0:0|0:0|c|d|31|
+12+0|NODE_FAIL|0:0|0:0|a|b|61|1800000|
+12+0.0|FAILED|1:0||a|b|60|99|
+12+1|NODE_FAIL|0:0|0:0|a|b|61|1800000|
+12+0|COMPLETED|0:0|0:0|c|d|31|3600000|
+12+1|COMPLETED|0:0|0:0|c|d|31||
 """
 
 
@@ -74,6 +76,52 @@ def test_hours_and_shares_by_hand(run: RunDir) -> None:
     assert rows["GPU-hours"] == "generation 0.2"
     assert rows["efficiency"] == "6,000 tokens trained per GPU-hour"
     assert "energy" not in rows
+
+
+def joined(run: RunDir, epoch: int, index: int, up_s: float, **holder: Any) -> None:
+    """An engine that came from outside."""
+    made = run.attempt(epoch)
+    seat = seats.take(made, index, holder)
+    assert seat.index == index
+    told = {"busy_s": up_s / 2, "up_s": up_s}
+    record = Record(time=BEGAN, role="generator", index=index, epoch=epoch, kind="generation", values=told)
+    made.records("generator", index).write_bytes(to_line(record))
+
+
+def test_satellites_are_counted_by_what_their_engines_served(run: RunDir) -> None:
+    """Two engines of two GPUs each on one node, for 36 s, and one with a node without GPUs to itself."""
+    for index in (2, 3):
+        joined(run, 1, index, 36.0, job="13_1", engines=2, gpus=4)
+    joined(run, 2, 2, 18.0, job="", engines=1, gpus=0)
+    rows, facts = report(run, ask=False)
+    assert facts["node_hours"] == pytest.approx(
+        {"trainer": 90 / 3600, "generation": 180 / 3600, "satellites": (36 + 18) / 3600}
+    )
+    assert facts["gpu_hours"] == pytest.approx({"generation": 8 * 90 / 3600, "satellites": 4 * 36 / 3600})
+    assert facts["tokens_per_gpu_hour"] == pytest.approx(1200 / 0.24)
+    assert facts["engines_idle_share"] == pytest.approx(1 - (30 + 45) / (80 + 90))
+    assert rows["node-hours"] == "generation 0.05, trainer 0.025, satellites 0.015"
+    assert rows["GPU-hours"] == "generation 0.2, satellites 0.04"
+
+
+SATELLITES = """\
+13_1|PREEMPTED|0:0|0:0|a|b|72|1800000|billing=4,cpu=4,gres/gpu=4,mem=1G,node=1
+13_1.batch|CANCELLED|0:15||a|b|72||cpu=4,node=1
+13_1|RUNNING|0:0|0:0|c||36||billing=4,cpu=4,gres/gpu=4,mem=1G,node=1
+15_2|COMPLETED|0:0|0:0|c|d|18||cpu=4,node=2
+"""
+
+
+def test_slurms_accounts_know_better_what_satellites_held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in ("13_1", "15_2", "12"):  # the last is the run's own
+        note_satellite(run, job)
+    joined(run, 1, 2, 20.0, job="13_1", engines=1, gpus=4)
+    rows = {("12", "13", "15"): ACCOUNTS + SATELLITES}
+    monkeypatch.setattr(usage, "accounted", lambda jobs: parse_accounts(rows[tuple(jobs)]))
+    _, facts = report(run, ask=True)
+    assert facts["node_hours"]["satellites"] == pytest.approx((72 + 36 + 2 * 18) / 3600)
+    assert facts["gpu_hours"]["satellites"] == pytest.approx(4 * (72 + 36) / 3600)
+    assert facts["energy_kwh"] == pytest.approx(2.5)
 
 
 def test_how_each_attempt_ended_with_what_only_the_accounts_know(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from areal_hpc.cluster.owner import Owner, start_ticks
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
-from areal_hpc.roles import stacks
+from areal_hpc.roles import seats, stacks
 from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.waits import ANYBODY
 
@@ -178,6 +178,28 @@ def test_fault_41_an_engine_that_answers_nobody_is_ended_alone(
 
     world.until(300.0, again)
     assert engine.signals == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("engine_s", [60.0, 0.0])
+def test_fault_41_one_that_has_joined_and_answers_nobody_is_given_up_and_not_ended_from_here(
+    world: World, caplog: pytest.LogCaptureFixture, engine_s: float
+) -> None:
+    limits = dataclasses.replace(LIMITS, engine_s=engine_s)
+    world.watchdog = Watchdog(world.attempt, limits, clock=lambda: world.now)
+    seat = seats.take(world.attempt, 0, {"host": "n7"})
+
+    def beats() -> None:
+        world.beat("trainer", BATCH, moved=world.now)
+        world.beat("rollout", TICKET, ANSWER)
+        world.beat("generator", IDLE, moved=1.0)
+
+    world.until(59.0, beats)
+    assert seat.is_held()
+    world.until(62.0, beats)
+    assert seat.is_held() == (engine_s == 0.0), "0 never does"
+    if engine_s:
+        assert "generator-0 on n7 hangs: generator-0 waits for whoever asks: requests (6" in caplog.text
+        assert "longer than limits.engine_s: its seat is free for another engine" in caplog.text
 
 
 def test_fault_41_an_engine_without_a_sign_of_life_is_ended_though_nobody_waits_for_it(
