@@ -53,7 +53,8 @@ class AgentConfig:
     max_tokens: int = 0
     """Most tokens sampled in one episode, all its turns together; 0 is any number."""
     max_s: float = 0.0
-    """Longest time from an episode's first request to its last, in seconds; 0 is any time."""
+    """Longest time of an episode from its first request on, in seconds; what is being answered then is broken off. 0 is
+    any time."""
     max_open: int = 0
     """Most requests of one episode at once; 0 is any number."""
     discount: float = 1.0

@@ -65,12 +65,19 @@ def new_tokens(on_tokens: Callable[[Sequence[int]], None]) -> Callable[[Any], No
 
     def tell(event: Any) -> None:
         nonlocal told
-        token_ids = event.get("output_ids") if isinstance(event, Mapping) else None
+        token_ids = event.get("output_ids") if isinstance(event, Mapping) and not _is_given_up(event) else None
         if isinstance(token_ids, list) and len(token_ids) > told:
             on_tokens(token_ids[told:])
             told = len(token_ids)
 
     return tell
+
+
+def _is_given_up(answer: Mapping[str, Any]) -> bool:
+    """Whether the engine never worked on the request; SGLang puts a token there all the same."""
+    meta = answer.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
+    return isinstance(reason, Mapping) and reason.get("type") == StopReason.ABORT and bool(reason.get("status_code"))
 
 
 def sampling_params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
@@ -124,6 +131,8 @@ def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place:
     try:
         if "meta_info" not in body and "error" in body:  # how a streamed request is refused
             raise Refusal(reason_of(body))
+        if _is_given_up(body):
+            raise _given_up(body["meta_info"]["finish_reason"])
         return replace(_parsed(body, budget, pinned, initial, in_place), top_logprobs=_tops(body, num_top))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
@@ -200,11 +209,12 @@ def _versions(meta: Mapping[str, Any], num_tokens: int, pinned: int, initial: in
 def _stop(reason: Any) -> StopReason:
     if not isinstance(reason, Mapping) or reason.get("type") not in tuple(StopReason):
         raise BadAnswer(f"its finish reason is {reason!r}")
-    if reason["type"] == StopReason.ABORT and reason.get("status_code") == 400:
-        raise Refusal(str(reason.get("message")))
-    if reason["type"] == StopReason.ABORT and reason.get("status_code"):
-        raise BadAnswer(f"it gave the request up: {reason.get('message')} (status {reason['status_code']})")
     return StopReason(reason["type"])
+
+
+def _given_up(reason: Mapping[str, Any]) -> BadAnswer:
+    message, status = reason.get("message"), reason["status_code"]
+    return Refusal(str(message)) if status == 400 else BadAnswer(f"it gave the request up: {message} (status {status})")
 
 
 def join_answers(answers: Sequence[Answer], budget: int) -> Completion:

@@ -8,6 +8,7 @@ A turn is committed before the client can know that it is over: many a client ha
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ class Told:
     """The likeliest tokens at each place with their log-probs; only where they were asked for."""
     stopped_by: str = ""
     """The stop string that ended it."""
+    num_reasoning: int = 0
+    """Sampled tokens that are reasoning, with the end of it."""
 
 
 class Call:
@@ -222,7 +225,12 @@ class Call:
                 for place in completion.top_logprobs
             ),
             stopped_by="" if hit is None else hit[1],
+            num_reasoning=self._end_of_reasoning(ids) if parts.reasoning else 0,
         )
+
+    def _end_of_reasoning(self, ids: Sequence[int]) -> int:
+        """How many tokens there are up to the end of the reasoning; all where it has none."""
+        return bisect.bisect_left(range(len(ids)), True, key=lambda num: THOUGHT in self._dialogue.spelled(ids[:num]))
 
 
 def _forced(ask: Ask, dialect: Dialect) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
-from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error
+from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error, reasoned
 from areal_hpc.proxy.requests import (
     MAX_CHOICES,
     Ask,
@@ -122,7 +122,7 @@ def usage(call: Call, told: Sequence[Told]) -> dict[str, Any]:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoned(told)},
     }
 
 

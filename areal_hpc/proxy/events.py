@@ -63,6 +63,11 @@ def generated(told: Sequence[Told]) -> int:
     return sum(int(one.completion.token_ids.size) for one in told)
 
 
+def reasoned(told: Sequence[Told]) -> int:
+    """Those of them that are reasoning."""
+    return sum(one.num_reasoning for one in told)
+
+
 def logprob_rows(told: Told) -> list[dict[str, Any]]:
     """Each sampled token with its log-prob, and the likeliest ones in its place, as OpenAI tells them; none unasked."""
     if not told.pieces:

@@ -10,7 +10,7 @@ from areal_hpc.dialogue.messages import message, text_of
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import DataError
 from areal_hpc.proxy.calls import Call, Told
-from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error
+from areal_hpc.proxy.events import Api, News, event, generated, logprob_rows, openai_error, reasoned
 from areal_hpc.proxy.requests import (
     Ask,
     Choice,
@@ -194,7 +194,7 @@ def _finished(call: Call, told: Sequence[Told], created: int) -> dict[str, Any]:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoned(told)},
             "total_tokens": prompt + sampled,
         },
     )

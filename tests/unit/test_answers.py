@@ -189,7 +189,7 @@ def test_the_likeliest_tokens_are_asked_for_and_told_for_every_token() -> None:
     [
         {"error": {"message": "no such grammar"}},
         {
-            "output_ids": [],
+            "output_ids": [0],  # SGLang tells a token that it has not sampled
             "meta_info": {
                 "output_token_logprobs": [],
                 "weight_version": "1",
@@ -199,6 +199,9 @@ def test_the_likeliest_tokens_are_asked_for_and_told_for_every_token() -> None:
     ],
 )
 def test_a_stream_that_says_what_is_wrong_with_its_request_is_a_refusal(body: Any) -> None:
+    told: list[int] = []
+    new_tokens(told.extend)(body)
+    assert told == []
     with pytest.raises(Refusal, match=r"^no such grammar$"):
         parse_answer(body, budget=2, pinned=1, initial=0, in_place=True)
 

@@ -394,3 +394,18 @@ def test_log_probs_come_with_the_likeliest_tokens_in_each_apis_shape(hermes: Cha
             assert (status, refused["error"]["param"]) == (400, "top_logprobs")
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("text", "reasoning"), [("<think>hm</think>\n\nyes", 17), ("<think>hm", 10), ("yes", 0)])
+def test_reasoning_is_counted_by_its_tokens(hermes: ChatRenderer, text: str, reasoning: int) -> None:
+    """A token is a byte, and one more ends the turn: what never came to an answer is all reasoning."""
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: text) as service:
+            _, chat = await service.post("/v1/chat/completions", {"messages": [USER]})
+            _, response = await service.post("/v1/responses", {"input": "hi"})
+            assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == reasoning
+            assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
+            assert chat["usage"]["completion_tokens"] == len(text) + 1
+
+    run(scenario())
