@@ -82,9 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write a checkpoint's weights as a Hugging Face directory")
     _add_run_dir(export)
-    export.add_argument(
-        "--step", type=int, metavar="N", help="optimizer step of the checkpoint; the newest if not given"
-    )
+    export.add_argument("--step", type=int, metavar="N", help="optimizer step of the checkpoint; default: newest")
+    export.add_argument("--merged", action="store_true", help="adapters as part of the model's own weights")
     export.add_argument("directory", type=Path, metavar="DIR")
     export.set_defaults(command=_export)
 
@@ -288,7 +287,7 @@ def _export(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.roles.export import export
 
-    version, use = export(RunDir.open(options.run_dir), options.step, options.directory)
+    version, use = export(RunDir.open(options.run_dir), options.step, options.directory, merged=options.merged)
     print(f"{options.directory}: the weights of step {version.step}; {use}")
     return 0
 
