@@ -19,8 +19,6 @@ def check_lora(config: Config) -> Iterator[str]:
         return
     if config.algorithm.name == "reward_model":
         yield "model.lora.rank: a reward model has a new head, which no adapter is of; set it to 0"
-    if config.trainer.backend is TrainerBackendName.MEGATRON:
-        yield "model.lora.rank: trainer.backend=megatron trains no adapters; set it to 0, or trainer.backend=reference"
     if not lora.target_modules:
         yield "model.lora.target_modules: empty trains nothing; name layers, or leave it out for all matrices"
     yield from _check_targets(config, set(lora.target_modules))

@@ -187,8 +187,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "model.lora.rank: a reward model has a new head",
     ),
     "check_lora, megatron": (
-        {"model__lora__rank": 8, "trainer__backend": TrainerBackendName.MEGATRON},
-        "model.lora.rank: trainer.backend=megatron trains no adapters",
+        {
+            "model__lora__rank": 8,
+            "model__lora__target_modules": ("q_proj", "v_proj"),
+            "trainer__backend": TrainerBackendName.MEGATRON,
+        },
+        "model.lora.target_modules: trainer.backend=megatron computes q_proj, k_proj, v_proj as one",
     ),
     "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),
     "check_lengths, overlong": ({"algorithm__overlong__tokens": 513}, "algorithm.overlong.tokens: a penalty zone"),

@@ -97,7 +97,10 @@ def make_backend(config: Config, ranks: Ranks, *, whole: bool = False) -> Traine
             trainer=config.trainer,
             temperature=config.rollout.sampling.temperature,
             ranks=ranks,
+            seed=config.seed,
             loss=loss,
+            lora=config.model.lora,
+            whole=whole or takes_whole(config),
         )
     from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend
     from areal_hpc.training.reference import ReferenceBackend
