@@ -65,6 +65,13 @@ def fingerprint(specs: Iterable[TensorSpec]) -> int:
     return int(google_crc32c.value("".join(lines).encode()))
 
 
+def fingerprint_of(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """The ``fingerprint`` that ``weights`` have once they are packed; one in host memory at a time."""
+    return fingerprint(
+        replace(_spec(name, tensor), checksum=checksum(tensor.detach().cpu().contiguous())) for name, tensor in weights
+    )
+
+
 def plan_buckets(
     weights: Iterable[tuple[str, Weight]],
     limit_bytes: int,

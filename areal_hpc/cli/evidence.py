@@ -35,6 +35,7 @@ def add_commands(commands: Commands) -> None:
     export.add_argument(
         "--step", type=int, metavar="N", help="optimizer step of the checkpoint; the newest if not given"
     )
+    export.add_argument("--merged", action="store_true", help="adapters as part of the model's own weights")
     export.add_argument("directory", type=Path, metavar="DIR")
     export.set_defaults(command=_export)
 
@@ -69,6 +70,6 @@ def _export(options: argparse.Namespace) -> int:
     from areal_hpc.fs import RunDir
     from areal_hpc.roles.export import export
 
-    version, use = export(RunDir.open(options.run_dir), options.step, options.directory)
+    version, use = export(RunDir.open(options.run_dir), options.step, options.directory, merged=options.merged)
     print(f"{options.directory}: the weights of step {version.step}; {use}")
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.derived import model_ranks
+from areal_hpc.config.lora import FEED_FORWARD
 from areal_hpc.config.schema import Config, Dtype, TrainerBackendName
 
 GIB = 1 << 30
@@ -40,6 +41,8 @@ class Size:
     kv: int
     """Elements of one token in the KV cache."""
     vocabulary: int
+    adapted: Mapping[str, int]
+    """Elements of adapters of rank 1 on all matrices of one name; of experts there are none."""
 
 
 def gpu_name(request: ComponentConfig) -> str:
@@ -75,6 +78,11 @@ def size_of(config: Mapping[str, Any]) -> Size | None:
         activation=4 * hidden + 2 * queries + 2 * keys + 4 * inner,
         kv=2 * layers * keys,
         vocabulary=vocabulary,
+        adapted={
+            **dict.fromkeys(("q_proj", "o_proj"), layers * (hidden + queries)),
+            **dict.fromkeys(("k_proj", "v_proj"), layers * (hidden + keys)),
+            **dict.fromkeys(() if experts else FEED_FORWARD, layers * (hidden + inner)),
+        },
     )
 
 
@@ -90,14 +98,14 @@ def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
     """Of one trainer rank: weights, gradients and optimizer; and activations of one micro-batch."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     rounded = width if width < 4 else 0  # the masters are float32, and in float32 they are the weights themselves
-    state: float = 4 + 4 + 8 + rounded
+    state, lora = float(4 + 4 + 8 + rounded), config.model.lora
     if config.trainer.backend is TrainerBackendName.MEGATRON:  # masters and moments are spread over data parallel ranks
         ranks = model_ranks(config)
         state = (4 + rounded) / ranks + 12 / config.trainer.ranks
-    if config.algorithm.kl.coef:
-        state += width
+    trained = lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
+    frozen = size.parameters * width / model_ranks(config) if lora.rank or config.algorithm.kl.coef else 0.0
     sequence = config.trainer.tokens_per_microbatch * size.activation * size.layers * width / model_ranks(config)
-    return size.parameters * state, sequence + LOGITS_COPIES * 4 * LOGITS_TOKENS * size.vocabulary
+    return trained * state + frozen, sequence + LOGITS_COPIES * 4 * LOGITS_TOKENS * size.vocabulary
 
 
 def engine_bytes(config: Config, size: Size) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from areal_hpc.config.derived import (
 )
 from areal_hpc.config.engines import OWN_ARGUMENTS
 from areal_hpc.config.keys import value_of
+from areal_hpc.config.lora_checks import check_lora
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.schema import Attention, Config, Dtype, EngineName, Recompute, RolloutConfig, TrainerBackendName
@@ -363,6 +364,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_shared_nodes,
     check_server_args,
     check_delta,
+    check_lora,
     check_minibatches,
     check_microbatch,
     check_top_k,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_hpc.config.cluster import ComponentConfig, Shape, inherited, seconds_of
 from areal_hpc.config.recipes import is_offline
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.fs import RunDir
 
 LONGEST_LEAD_S = 300
@@ -24,6 +24,12 @@ def ring_capacity(config: Config) -> int:
 def exported_model(config: Config) -> str:
     """Where `areal-hpc eval` puts the weights of a run's checkpoint, as a Hugging Face directory."""
     return str(RunDir(Path(config.run_root) / config.name).model)
+
+
+def takes_whole(config: Config) -> bool:
+    """Whether the engines take adapters merged into the model only. SGLang keeps the adapter that a request began with
+    to its end, and computes none on a CPU; merged, it is updated in mid-answer as ever."""
+    return config.model.lora.rank > 0 and config.generation.backend is not EngineName.EMBEDDED
 
 
 def model_ranks(config: Config) -> int:

@@ -11,6 +11,8 @@ from areal_hpc.config.schema import Config
 
 RANGES: Final[Mapping[str, str]] = {
     "model.max_tokens": "[2, inf)",
+    "model.lora.rank": "[0, inf)",
+    "model.lora.alpha": "(0, inf)",
     "prompts.limit": "[0, inf)",
     "rollout.group_size": "[1, inf)",
     "rollout.workers": "[1, inf)",

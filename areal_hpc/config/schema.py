@@ -17,6 +17,7 @@ from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.cluster import ClusterConfig
 from areal_hpc.config.endurance import ArchiveConfig, CheckpointConfig, LimitsConfig, ReplayConfig
 from areal_hpc.config.engines import EngineName, GenerationConfig, TransportName, WeightsConfig
+from areal_hpc.config.lora import LoraConfig
 
 __all__ = [  # of the sections beside this page; what is defined here needs no list
     "AgentConfig",
@@ -26,6 +27,7 @@ __all__ = [  # of the sections beside this page; what is defined here needs no l
     "EngineName",
     "GenerationConfig",
     "LimitsConfig",
+    "LoraConfig",
     "OnlineConfig",
     "ReplayConfig",
     "ToolFormatName",
@@ -76,6 +78,8 @@ class ModelConfig:
     """Number format of the weights in the trainer and the engines."""
     max_tokens: int = 4096
     """Longest sequence (prompt and answer together) that is generated or trained on, in tokens."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that are trained in place of the model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

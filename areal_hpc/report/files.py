@@ -98,15 +98,16 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
             f" {percent(facts['wait_share'])} waiting, {percent(facts['publish_share'])} publishing weights;"
             f" generation paused {percent(facts['paused_share'])}",
         ),
-        *([("weights", _weights_text(facts))] if facts["weight_bytes_saved"] is not None else []),
+        *([("weights", _weights_text(facts))] if facts["weight_bytes"] is not None else []),
         ("groups", ", ".join(groups) or MISSING),
     ]
 
 
 def _weights_text(facts: Mapping[str, Any]) -> str:
-    """What sending only changes has saved."""
+    """What the engines were sent, and what sending only changes has saved."""
     sent, saved = facts["weight_bytes"], facts["weight_bytes_saved"]
-    return f"{size(sent)} sent to each engine, {percent(saved / max(1.0, sent + saved))} of its bytes saved"
+    told = "" if saved is None else f", {percent(saved / max(1.0, sent + saved))} of its bytes saved"
+    return f"{size(sent)} sent to each engine{told}"
 
 
 def _course(summary: Summary, facts: Mapping[str, Any], total_steps: int | None) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import history
 from areal_hpc.cluster.environment import allocation, in_job
 from areal_hpc.config.cluster import ClusterConfig, ComponentConfig, Shape, inherited
+from areal_hpc.config.lora import NO_LORA
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import ArchiveConfig, Config, ReplayConfig
@@ -95,7 +96,8 @@ def evaluation_config(config: Config, what: Path, step: int | None, out: Path | 
         cluster=_cluster_of(config.cluster, num_nodes),
     )
     if is_run:
-        measured = replace(measured, model=replace(measured.model, path=str(RunDir(place).model)))
+        model = replace(measured.model, path=str(RunDir(place).model), lora=NO_LORA)  # whose adapters are merged
+        measured = replace(measured, model=model)
     return resolve(measured)
 
 

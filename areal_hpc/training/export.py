@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint directory needs besides the weights."""
+"""What a Hugging Face checkpoint directory needs besides the weights, and adapters as the package ``peft`` has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from areal_hpc.config.lora import LoraConfig
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.pretrained.lora import BASE, PEFT_PREFIX, Named, peft_config
 from areal_hpc.privacy import follow_directory
 
 TOKENIZER_FILES = (
@@ -86,6 +88,26 @@ def write_checkpoint(
     add_what_older_readers_need(target / "config.json")
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
+    copy_tokenizer(source, target)
+    follow_directory(target)
+
+
+def write_adapters(adapters: Named, source: Path, target: Path, config: LoraConfig) -> None:
+    """Write a directory that ``peft`` loads: adapters alone, their description, the tokenizer of ``source``.
+
+    Args:
+        adapters: by our names, and the fingerprint of the weights that they stand on, which the file's header keeps.
+        source: directory of those weights.
+    """
+    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in adapters}
+    base = int(tensors.pop(BASE))
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()},
+        target / "adapter_model.safetensors",
+        metadata={"format": "pt", BASE: str(base)},
+    )
+    publish_json(target / "adapter_config.json", peft_config(config, str(source)))
     copy_tokenizer(source, target)
     follow_directory(target)
 

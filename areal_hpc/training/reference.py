@@ -31,15 +31,24 @@ from areal_hpc.algorithms import table
 from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.logprobs import token_logprobs
 from areal_hpc.algorithms.stats import Stats
+from areal_hpc.buckets import fingerprint_of
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.pretrained.lora import is_adapter, terms_of
 from areal_hpc.privacy import follow_directory
 from areal_hpc.training.critic import Critic, critic_account
-from areal_hpc.training.export import add_what_older_readers_need, copy_tokenizer
+from areal_hpc.training.export import (
+    add_what_older_readers_need,
+    copy_tokenizer,
+    write_adapters,
+    write_checkpoint,
+)
 from areal_hpc.training.forward import forward, parts
+from areal_hpc.training.lora import Adapters, freeze, outgoing, require_same_terms
 from areal_hpc.training.optimizer import Optimizer
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
@@ -68,6 +77,8 @@ class ReferenceBackend:
         group: the trainer's ranks; None where there is one.
         device: this rank's, as torch spells it; the current accelerator's if not given.
         loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
+        lora: adapters that are trained while the model is frozen; their reference model is the frozen one.
+        whole: engines and exports get the model with its adapters merged, not these alone.
 
     Raises:
         DataError: ``model_path`` is no complete checkpoint directory.
@@ -86,6 +97,8 @@ class ReferenceBackend:
         group: ProcessGroup | None = None,
         device: str = "",
         loss: table.LossFunction | None = None,
+        lora: LoraConfig = NO_LORA,
+        whole: bool = False,
     ) -> None:
         if temperature <= 0:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
@@ -96,11 +109,16 @@ class ReferenceBackend:
         self._ranks = self.data_ranks = Ranks(group, str(self._device))
         self._together = table.find(algorithm.name).data.together
         self._model = self._load_model(self._source).to(self._device)
-        self._optimizer = Optimizer(self._model.named_parameters(), trainer.optimizer, getattr(torch, dtype))
+        self._lora, self._whole = lora, whole
+        self._adapters = Adapters(self._model, lora, dtype=getattr(torch, dtype), seed=seed) if lora.rank else None
+        self._terms = terms_of(lora, fingerprint_of(self._model_weights())) if lora.rank else {}
+        trained = self._model.named_parameters() if self._adapters is None else self._adapters.parameters().items()
+        self._optimizer = Optimizer(trained, trainer.optimizer, getattr(torch, dtype))
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
         self.kl_coef = algorithm.kl.coef
         reference = reference_of(algorithm)
-        self._reference = None if reference is None else self._frozen(reference, dtype)
+        beside = reference is not None and (reference != "" or self._adapters is None)
+        self._reference = self._frozen(reference or "", dtype) if beside else None
         self._critic = self._make_critic(dtype) if table.find(algorithm.name).critic else None
         self._seed_rank()
 
@@ -109,10 +127,9 @@ class ReferenceBackend:
         return load_model(path)
 
     def _frozen(self, path: str, dtype: Dtype) -> Any:
-        """The reference model, rounded to ``dtype`` as the policy is: equal weights must give equal log-probs."""
-        model = load_model(Path(path) if path else self._source).to(self._device).requires_grad_(False)
-        for parameter in model.parameters():  # and not its buffers: rotary frequencies stay float32, as the policy's
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        """The reference model, rounded to ``dtype`` as the policy is."""
+        model = load_model(Path(path) if path else self._source).to(self._device)
+        freeze(model, getattr(torch, dtype))
         return model
 
     def _make_critic(self, dtype: Dtype) -> Critic:
@@ -137,8 +154,11 @@ class ReferenceBackend:
 
     def reference_logprobs(self, batch: Batch) -> Float32Array:
         """Log-probs [T] of the trainable tokens by the frozen reference model; 0.0 elsewhere."""
-        assert self._reference is not None, "the algorithm has no reference model"
-        return self._logprobs_of(self._reference, batch)
+        if self._reference is not None:
+            return self._logprobs_of(self._reference, batch)
+        assert self._adapters is not None and reference_of(self._algorithm) is not None, "there is no reference model"
+        with self._adapters.off():
+            return self._logprobs_of(self._model, batch)
 
     def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]:
         """The critic's values [T] before trainable tokens, and [S] after each sequence; see ``Critic.values``."""
@@ -221,10 +241,18 @@ class ReferenceBackend:
     # Weights and checkpoints
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What engines load, sorted by name: the model's weights, or the adapters alone (``pretrained.lora``)."""
+        if self._adapters is None:
+            yield from self._model_weights()
+            return
+        adapters = ((name, one.detach()) for name, one in self._adapters.parameters().items())
+        yield from outgoing(self._lora, self._model_weights, adapters, self._terms["base"], whole=self._whole)
+
+    def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights as a checkpoint directory names them, sorted by name; a tied output embedding is not among them."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        persistent = self._model.state_dict().keys()
+        persistent = {name for name in self._model.state_dict() if not is_adapter(name)}
         named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         tensors = {name: tensor.detach() for name, tensor in named.items() if name in persistent}
         yield from sorted(revert_weight_conversion(self._model, tensors).items())
@@ -240,7 +268,8 @@ class ReferenceBackend:
             return lambda path: publish_json(path / _streams_name(rank), streams)
         masters = self._host_masters.take(self._optimizer.masters.items())
         moments = self._host_moments.take(self._optimizer.state_dict().items())
-        progress = {"step": self._step, "num_updates": self._optimizer.num_updates, "kl_coef": self.kl_coef}
+        num_updates = self._optimizer.num_updates
+        progress = {"step": self._step, "num_updates": num_updates, "kl_coef": self.kl_coef, "lora": self._terms}
         write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
@@ -263,6 +292,7 @@ class ReferenceBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
+        require_same_terms(path, progress.get("lora") or {}, self._terms)
         masters, moments = read_whole(path, SHARDS, FILES)
         self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
         self._step = progress["step"]
@@ -280,8 +310,14 @@ class ReferenceBackend:
         """Nothing: each rank's files are whole."""
 
     def export(self, directory: str) -> None:
-        """Write a Hugging Face checkpoint directory, tokenizer included; rank 0 does."""
+        """Write a Hugging Face checkpoint directory, tokenizer included, or adapters as ``peft`` does; rank 0 does."""
         if not self._ranks.leads:
+            return
+        if self._terms:
+            if self._whole:
+                write_checkpoint(self.weights(), self._source, Path(directory))
+            else:
+                write_adapters(self.weights(), self._source, Path(directory), self._lora)
             return
         self._model.save_pretrained(directory)
         add_what_older_readers_need(Path(directory) / "config.json")

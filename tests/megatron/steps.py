@@ -61,19 +61,16 @@ def make(
     path: Path,
     dtype: Dtype = Dtype.FLOAT32,
     algorithm: AlgorithmConfig = ALGORITHM,
+    **more: Any,
 ) -> MegatronBackend:
+    settings = {"trainer": trainer(parallel), **more}
     return MegatronBackend(
-        model_path=str(path),
-        dtype=dtype,
-        algorithm=algorithm,
-        trainer=trainer(parallel),
-        temperature=TEMPERATURE,
-        ranks=ranks,
+        model_path=str(path), dtype=dtype, algorithm=algorithm, temperature=TEMPERATURE, ranks=ranks, **settings
     )
 
 
 def make_reference(
-    path: Path, dtype: Dtype = Dtype.FLOAT32, algorithm: AlgorithmConfig = ALGORITHM
+    path: Path, dtype: Dtype = Dtype.FLOAT32, algorithm: AlgorithmConfig = ALGORITHM, **more: Any
 ) -> ReferenceBackend:
     of_pairs = {"dpo": PreferenceBackend, "reward_model": RewardModelBackend}
     return of_pairs.get(algorithm.name, ReferenceBackend)(
@@ -82,6 +79,7 @@ def make_reference(
         algorithm=algorithm,
         trainer=trainer(ParallelConfig()),
         temperature=TEMPERATURE,
+        **more,
     )
 
 

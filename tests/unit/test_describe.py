@@ -33,6 +33,9 @@ model.path: str
 model.maker: str
 model.dtype: float32 | bfloat16
 model.max_tokens: int
+model.lora.rank: int
+model.lora.alpha: float
+model.lora.target_modules: list of str
 prompts.train: str
 prompts.eval: str
 prompts.prompt_key: str

@@ -93,6 +93,11 @@ def test_memory_by_hand() -> None:
     assert trainer_bytes(kl, size)[0] == 20 * size.parameters
     spread = ["trainer.backend=megatron", "trainer.ranks=8", "trainer.parallel.tensor=2", "model.dtype=bfloat16"]
     assert trainer_bytes(config_of(*spread), size)[0] == (6 / 2 + 12 / 8) * size.parameters
+    lora = config_of("model.dtype=bfloat16", "algorithm.kl.coef=0.1", "model.lora.rank=16")
+    adapters = (
+        16 * 28 * (2 * (1024 + 2048) + 2 * (1024 + 1024) + 3 * (1024 + 3072))
+    )  # and the frozen model is read twice
+    assert trainer_bytes(lora, size)[0] == 2 * size.parameters + 18 * adapters
     engine = config_of("model.dtype=bfloat16", "model.max_tokens=1000", "generation.max_running=10")
     assert engine_bytes(engine, size) == (2 * size.parameters, 10 * 1000 * 2 * size.kv)
 

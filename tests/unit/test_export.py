@@ -109,7 +109,8 @@ def test_B3_of_two_exports_to_one_name_one_writes_it_and_the_other_says_so(
     before = {path.name for path in tmp_path.iterdir()}
     began = []
 
-    def write(_: Config, source: Path, target: Path) -> None:
+    def write(_: Config, source: Path, target: Path, *, merged: bool) -> None:
+        assert not merged
         began.append(source)
         if len(began) == 1:  # the other begins after this one and is done before it
             export(run, 10, tmp_path / "out")

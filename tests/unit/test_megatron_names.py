@@ -23,6 +23,14 @@ PARAMETERS = {
     LAYER + "self_attention.linear_proj.weight": [(24, 32)],
     LAYER + "mlp.linear_fc1.weight": [(20, 24), (20, 24)],
     LAYER + "mlp.linear_fc2.weight": [(24, 20)],
+    LAYER + "self_attention.linear_qkv.lora_A.weight": [(3, 24)] * 3,
+    LAYER + "self_attention.linear_qkv.lora_B.weight": [(32, 3), (16, 3), (16, 3)],
+    LAYER + "self_attention.linear_proj.lora_A.weight": [(3, 32)],
+    LAYER + "self_attention.linear_proj.lora_B.weight": [(24, 3)],
+    LAYER + "mlp.linear_fc1.lora_A.weight": [(3, 24)] * 2,
+    LAYER + "mlp.linear_fc1.lora_B.weight": [(20, 3), (20, 3)],
+    LAYER + "mlp.linear_fc2.lora_A.weight": [(3, 20)],
+    LAYER + "mlp.linear_fc2.lora_B.weight": [(24, 3)],
     LAYER + "mlp.router.weight": [(6, 24)],
     LAYER + "mlp.experts.local_experts.2.linear_fc1.weight": [(20, 24), (20, 24)],
     LAYER + "mlp.experts.local_experts.2.linear_fc2.weight": [(24, 20)],
@@ -67,7 +75,7 @@ def test_slices_say_where_every_element_of_a_part_comes_from(
     """
     model = replace(model, num_kv_heads=num_keys)
     shapes = PARAMETERS[name]
-    if "linear_qkv" in name:
+    if "linear_qkv" in name and "lora_A" not in name:
         shapes = [(size, *shapes[0][1:]) for size in model.qkv_sizes]
     if "linear_fc" in name and ranks == 8:
         return  # 20 units are not shared by 8 ranks
@@ -83,7 +91,7 @@ def test_slices_say_where_every_element_of_a_part_comes_from(
             rebuilt.index_copy_(one.dim, one.places, whole[one.name][span])
             covered[one.name][span] += 1
         assert torch.equal(rebuilt, part)
-    copies = ranks if weight.split is Split.WHOLE else 1
+    copies = ranks if weight.split.is_whole() else 1
     for n, count in covered.items():
         assert torch.equal(count, torch.full_like(count, copies)), n
     parts = [cut(weight, list(whole.values()), model, ranks, rank) for rank in range(ranks)]

@@ -91,6 +91,13 @@ def test_what_was_saved_of_the_weights_is_told_where_only_changes_are_sent(run: 
     assert "  weights       6.0 MiB sent to each engine, 81% of its bytes saved" in stream.getvalue().splitlines()
 
 
+def test_what_engines_were_sent_is_told(run: RunDir) -> None:
+    write(run, 1, "trainer", [("step", {**step(number)[1], "weight_bytes": 3 << 20}) for number in (1, 2)])
+    stream = io.StringIO()
+    write_report(run, stream)
+    assert "  weights       6.0 MiB sent to each engine" in stream.getvalue().splitlines()
+
+
 def test_a_run_without_evaluations_says_nothing_of_them(run: RunDir) -> None:
     write(run, 1, "trainer", [step(1)])
     stream = io.StringIO()

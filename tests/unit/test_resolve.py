@@ -173,6 +173,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"generation__backend": EngineName.SGLANG, "weights__delta": True},
         "weights.delta: sglang takes whole tensors only; set it to false, or generation.backend=embedded",
     ),
+    "check_lora": ({"model__lora__alpha": 8.0}, "model.lora: does nothing with model.lora.rank = 0"),
+    "check_lora, nothing": (
+        {"model__lora__rank": 8, "model__lora__target_modules": ()},
+        "model.lora.target_modules: empty trains nothing",
+    ),
+    "check_lora, no layer": (
+        {"model__lora__rank": 8, "model__lora__target_modules": ("q_proj", "fc1")},
+        "model.lora.target_modules: generation.backend=embedded knows no fc1; choose among q_proj",
+    ),
+    "check_lora, a head": (
+        {"model__lora__rank": 8, "algorithm__name": "reward_model", "prompts__answer_key": "a", "rollout__reward": ""},
+        "model.lora.rank: a reward model has a new head",
+    ),
+    "check_lora, megatron": (
+        {
+            "model__lora__rank": 8,
+            "model__lora__target_modules": ("q_proj", "v_proj"),
+            "trainer__backend": TrainerBackendName.MEGATRON,
+        },
+        "model.lora.target_modules: trainer.backend=megatron computes q_proj, k_proj, v_proj as one",
+    ),
     "check_algorithm_settings": ({"algorithm__decoupled": False}, "algorithm.decoupled"),
     "check_lengths, overlong": ({"algorithm__overlong__tokens": 513}, "algorithm.overlong.tokens: a penalty zone"),
     "check_algorithm_settings, E14: a group of one": (

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from pathlib import Path
 
 from areal_hpc.buckets import dtype_named
+from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.dialogue.grammar import Matcher
 from areal_hpc.dialogue.text import IncrementalText, load_text
 from areal_hpc.errors import DataError
@@ -36,6 +37,7 @@ class EmbeddedEngine:
         seed: seeds requests that bring no seed of their own. Each replica needs another one; None draws one from the
             operating system.
         version: what the weights are called until an update names them.
+        lora: adapters that updates bring, in place of the model's weights.
         update_timeout_s: limit of joining a weight group and of each broadcast in it.
 
     Raises:
@@ -52,13 +54,14 @@ class EmbeddedEngine:
         threads: int = 1,
         seed: int | None = None,
         version: str = "default",
+        lora: LoraConfig = NO_LORA,
         update_timeout_s: float = 120.0,
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise DataError(f"the embedded engine computes in float32 or bfloat16, not {dtype!r}; change model.dtype")
         self.model_path = Path(model_path)
         self.max_running, self.max_tokens, self.dtype = max_running, max_tokens, dtype
-        self.model = load_model(self.model_path, dtype_named(dtype), max_tokens)
+        self.model = load_model(self.model_path, dtype_named(dtype), max_tokens, lora)
         self.text = load_text(self.model_path)
         architecture = self.model.architecture
         ends = sorted(architecture.eos_token_ids)

@@ -6,6 +6,8 @@ logits = model.logits(hidden)
 
 model.spare.load(weights, held=model.serving)       new weights beside those that are computed with
 model.swap()                                        between two forward passes, at once
+
+With adapters the sets are of these, both on the same weights.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
+from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.errors import DataError
+from areal_hpc.generation.embedded.adapters import Adapters
 from areal_hpc.generation.embedded.cache import KVCache
-from areal_hpc.generation.embedded.parameters import Parameters
+from areal_hpc.generation.embedded.parameters import LowRank, Parameters, WeightSet
 from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies, read_architecture
 from areal_hpc.pretrained.files import check_shapes, read_weights
 
@@ -29,10 +33,14 @@ Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 class Model:
     """Forward pass by the weights that are ``serving``; another set of them can be made ready meanwhile."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, max_tokens: int) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, max_tokens: int, lora: LoraConfig = NO_LORA
+    ) -> None:
         self.architecture, self.dtype = architecture, dtype
-        self.serving = Parameters(architecture, dtype)
-        self.spare = Parameters(architecture, dtype)  # takes memory once something is written into it
+        weights = Parameters(architecture, dtype)
+        self.serving: WeightSet = Adapters(weights, lora) if lora.rank else weights
+        # Takes memory once something is written into it.
+        self.spare: WeightSet = Adapters(weights, lora) if lora.rank else Parameters(architecture, dtype)
         self._cos, self._sin = _rotary_tables(architecture, dtype, max_tokens)
 
     def swap(self) -> None:
@@ -84,15 +92,17 @@ class Model:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [..., vocab_size] of hidden states [..., hidden]."""
-        return F.linear(hidden, self.serving.head).float()
+        return F.linear(hidden, self.serving.matrices.head).float()
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
         """Hidden states after the last norm [N, hidden] of N tokens; ``attend`` knows which of them see each other."""
         a = self.architecture
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, D]
-        x = self.serving.embedding[token_ids]
-        for index, layer in enumerate(self.serving.layers):
-            fused = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        weights = self.serving.matrices
+        x = weights.embedding[token_ids]
+        for index, layer in enumerate(weights.layers):
+            adapters = self.serving.adapters(index)
+            fused = _linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias, adapters.qkv)
             heads = fused.view(-1, a.num_heads + 2 * a.num_kv_heads, a.head_dim)
             turned, values = heads[:, : -a.num_kv_heads], heads[:, -a.num_kv_heads :]
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -100,13 +110,20 @@ class Model:
                 turned = torch.cat((self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)), 1)
             turned = _rotate(turned, cos, sin)
             queries, keys = turned[:, : a.num_heads], turned[:, a.num_heads :]
-            x = x + F.linear(attend(index, queries, keys, values), layer.output, layer.output_bias)
-            gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
-        return self._normed(x, self.serving.norm)
+            mixed = attend(index, queries, keys, values)
+            x = x + _linear(mixed, layer.output, layer.output_bias, adapters.output)
+            gate, up = _linear(self._normed(x, layer.mlp_norm), layer.gate_up, None, adapters.gate_up).chunk(2, -1)
+            x = x + _linear(F.silu(gate).mul_(up), layer.down, None, adapters.down)
+        return self._normed(x, weights.norm)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank | None) -> torch.Tensor:
+    """[N, inputs] -> [N, outputs]."""
+    output = F.linear(x, weight, bias)
+    return output if low_rank is None else low_rank.add(output, x)
 
 
 def _rotary_tables(
@@ -123,8 +140,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.addcmul(x * cos, torch.cat((high, low), -1), sin)
 
 
-def load_model(directory: Path, dtype: torch.dtype, max_tokens: int) -> Model:
-    """The model of a Hugging Face checkpoint directory.
+def load_model(directory: Path, dtype: torch.dtype, max_tokens: int, lora: LoraConfig = NO_LORA) -> Model:
+    """The model of a Hugging Face checkpoint directory, with adapters that change nothing yet if ``lora`` has a rank.
 
     Raises:
         DataError: an architecture that is not computed here, or weights that do not fit config.json.
@@ -136,7 +153,8 @@ def load_model(directory: Path, dtype: torch.dtype, max_tokens: int) -> Model:
             f"{directory}: the embedded engine does not compute model_type {architecture.family!r}, which has experts; "
             "set generation.backend to sglang for this one"
         )
-    model = Model(architecture, dtype, max_tokens)
-    check_shapes(directory, model.serving.shapes)
-    model.serving.load(read_weights(directory))
+    model = Model(architecture, dtype, max_tokens, lora)
+    weights = model.serving.matrices
+    check_shapes(directory, weights.shapes)
+    weights.load(read_weights(directory))
     return model

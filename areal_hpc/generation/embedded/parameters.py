@@ -2,15 +2,20 @@
 
 Query, key and value projections are one matrix, gate and up projections another. ``by_name`` maps each Hugging Face
 name to its view in that fused storage: loading, reading back and checksums all go through it.
+
+What new weights replace is a ``WeightSet``: all of these, or the adapters that stand on them (``adapters.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from areal_hpc.buckets import fingerprint_of
 from areal_hpc.delta import Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.pretrained.architecture import Architecture
@@ -36,17 +41,128 @@ class Layer:
     down: torch.Tensor
 
 
-class Parameters:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The adapters of the parts of one fused matrix."""
+
+    down: torch.Tensor  # [parts * rank, inputs]
+    ups: tuple[tuple[slice, torch.Tensor], ...]  # of each part its rows of the fused output, and [its outputs, rank]
+    scale: float
+
+    def add(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``output`` [N, fused outputs], which is overwritten, with what the adapters make of ``x`` [N, inputs]."""
+        narrow = torch.nn.functional.linear(x, self.down).chunk(len(self.ups), -1)
+        for (rows, up), part in zip(self.ups, narrow, strict=True):
+            output[:, rows].addmm_(part, up.t(), alpha=self.scale)
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAdapters:
+    """Those of one decoder layer's matrices, by the names that these have in ``Layer``."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+NO_ADAPTERS = LayerAdapters()
+
+
+class WeightSet(ABC):
+    """Tensors that are replaced together, each under its Hugging Face name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, torch.Tensor] = {}
+
+    @property
+    @abstractmethod
+    def matrices(self) -> Parameters:
+        """The model's own weights, which a forward pass computes with,"""
+
+    @abstractmethod
+    def adapters(self, layer: int) -> LayerAdapters:
+        """and what it adds to them in a layer."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name and shape of every parameter."""
+        return {name: tuple(parameter.shape) for name, parameter in self.by_name.items()}
+
+    @torch.inference_mode()
+    def load(self, weights: Iterable[tuple[str, Weight]], held: WeightSet | None = None) -> frozenset[str]:
+        """Copy tensors over those of the same Hugging Face names, cast to the model's dtype.
+
+        Returns the names of the loaded ones; ``missing`` says what a whole update still lacks.
+
+        Args:
+            held: what deltas are against; where there are any.
+
+        Raises:
+            WeightUpdateError: unknown name, wrong shape, a name twice, a delta against something else. Parameters
+                before it have been replaced.
+        """
+        loaded: set[str] = set()
+        for name, tensor in weights:
+            self._check(name, tensor, loaded)
+            self._replace(name, tensor, held)
+            loaded.add(name)
+        return frozenset(loaded)
+
+    def _replace(self, name: str, weight: Weight, held: WeightSet | None) -> None:
+        if isinstance(weight, torch.Tensor):
+            self.by_name[name].copy_(weight)
+            return
+        assert held is not None, "a delta against nothing"
+        self.by_name[name].copy_(held.by_name[name])
+        try:
+            apply(self.by_name[name], weight)
+        except WeightUpdateError as error:
+            raise WeightUpdateError(f"parameter {name!r}: {error}") from error
+
+    def _check(self, name: str, tensor: Weight, loaded: set[str]) -> None:
+        if name not in self.by_name:
+            raise WeightUpdateError(
+                f"the model has no parameter {name!r}; send Hugging Face names of this architecture"
+            )
+        if name in loaded:
+            raise WeightUpdateError(f"parameter {name!r} came twice in one update; send each once")
+        if tensor.shape != self.by_name[name].shape:
+            raise WeightUpdateError(
+                f"parameter {name!r} came with shape {tuple(tensor.shape)}, the model has "
+                f"{tuple(self.by_name[name].shape)}; send unsharded tensors of this model"
+            )
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """The parameters that ``names`` leaves out."""
+        return sorted(self.by_name.keys() - set(names))
+
+
+class Parameters(WeightSet):
     """One whole set of weights; uninitialised until ``load`` has run over all of them."""
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        super().__init__()
         self.architecture, self.dtype = architecture, dtype
-        self.by_name: dict[str, torch.Tensor] = {}
         hidden, vocabulary = architecture.hidden_size, architecture.vocab_size
         self.embedding = self._parameter("model.embed_tokens.weight", vocabulary, hidden)
         self.layers = [self._layer(f"model.layers.{i}") for i in range(architecture.num_layers)]
         self.norm = self._parameter("model.norm.weight", hidden)
         self.head = self.embedding if architecture.tied else self._parameter(HEAD, vocabulary, hidden)
+
+    @property
+    def matrices(self) -> Parameters:
+        return self
+
+    def adapters(self, layer: int) -> LayerAdapters:
+        """None."""
+        return NO_ADAPTERS
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of weights that stay as they are; see ``buckets.fingerprint``."""
+        return fingerprint_of(self.by_name.items())
 
     # -- storage
 
@@ -77,64 +193,24 @@ class Parameters:
             down=self._parameter(f"{mlp}.down_proj.weight", a.hidden_size, a.intermediate_size),
         )
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name and shape of every parameter."""
-        return {name: tuple(parameter.shape) for name, parameter in self.by_name.items()}
-
     @torch.inference_mode()
-    def load(self, weights: Iterable[tuple[str, Weight]], held: Parameters | None = None) -> frozenset[str]:
-        """Copy tensors over those of the same Hugging Face names, cast to the model's dtype.
-
-        A tied model takes a whole ``lm_head.weight`` that equals its embedding. Returns the names of the loaded
-        parameters; ``missing`` says what a whole update still lacks.
-
-        Args:
-            held: what deltas are against; where there are any.
+    def load(self, weights: Iterable[tuple[str, Weight]], held: WeightSet | None = None) -> frozenset[str]:
+        """The same for the whole model. A tied one takes a whole ``lm_head.weight`` that equals its embedding; buffers
+        that old checkpoints carry are left out.
 
         Raises:
-            WeightUpdateError: unknown name, wrong shape, a name twice, a delta against something else. Parameters
-                before it have been replaced.
+            WeightUpdateError: as there, or such a head is another.
         """
-        loaded: set[str] = set()
-        head: torch.Tensor | None = None
-        for name, tensor in weights:
-            if name.endswith(DERIVED_SUFFIX):
-                continue
-            if name == HEAD and self.architecture.tied and isinstance(tensor, torch.Tensor):
-                head = tensor
-                continue
-            self._check(name, tensor, loaded)
-            self._replace(name, tensor, held)
-            loaded.add(name)
-        if head is not None and not torch.equal(head.to(self.dtype), self.embedding):
+        head: list[torch.Tensor] = []
+
+        def own() -> Iterator[tuple[str, Weight]]:
+            for name, tensor in weights:
+                if name == HEAD and self.architecture.tied and isinstance(tensor, torch.Tensor):
+                    head.append(tensor)
+                elif not name.endswith(DERIVED_SUFFIX):
+                    yield name, tensor
+
+        loaded = super().load(own(), held)
+        if head and not torch.equal(head[-1].to(self.dtype), self.embedding):
             raise WeightUpdateError(f"{HEAD} differs from the embedding that this model ties it to; send one of them")
-        return frozenset(loaded)
-
-    def _replace(self, name: str, weight: Weight, held: Parameters | None) -> None:
-        if isinstance(weight, torch.Tensor):
-            self.by_name[name].copy_(weight)
-            return
-        assert held is not None, "a delta against nothing"
-        self.by_name[name].copy_(held.by_name[name])
-        try:
-            apply(self.by_name[name], weight)
-        except WeightUpdateError as error:
-            raise WeightUpdateError(f"parameter {name!r}: {error}") from error
-
-    def _check(self, name: str, tensor: Weight, loaded: set[str]) -> None:
-        if name not in self.by_name:
-            raise WeightUpdateError(
-                f"the model has no parameter {name!r}; send Hugging Face names of this architecture"
-            )
-        if name in loaded:
-            raise WeightUpdateError(f"parameter {name!r} came twice in one update; send each once")
-        if tensor.shape != self.by_name[name].shape:
-            raise WeightUpdateError(
-                f"parameter {name!r} came with shape {tuple(tensor.shape)}, the model has "
-                f"{tuple(self.by_name[name].shape)}; send unsharded tensors of this model"
-            )
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """The parameters that ``names`` leaves out."""
-        return sorted(self.by_name.keys() - set(names))
+        return loaded

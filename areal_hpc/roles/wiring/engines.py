@@ -80,7 +80,7 @@ def make_model(config: Config) -> None:
         return
     if _is_exported(config):
         log.info("exporting step %d of %s", config.evaluation.step, config.evaluation.checkpoint)
-        export(RunDir.open(Path(config.evaluation.checkpoint)), config.evaluation.step, path)
+        export(RunDir.open(Path(config.evaluation.checkpoint)), config.evaluation.step, path, merged=True)
         return
     log.info("making the model %s (this happens once)", path)
     maker = dotted(config.model.maker, "model.maker")

@@ -35,8 +35,6 @@ SLOW_S = 5.0
 """An update shorter than this holds nobody up, however few bytes it moved."""
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
-BUCKET_BYTES = 1 << 28
-"""In which weights that go to nobody are looked at."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
 """Until an engine that failed is tried again: doubled each time that it fails."""
 
@@ -311,10 +309,9 @@ class NoEngines:
 
     def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
         """The fingerprint that engines would have been sent."""
-        from areal_hpc.buckets import fingerprint, plan_buckets
+        from areal_hpc.buckets import fingerprint_of
 
-        specs = [spec for bucket in plan_buckets(weights, BUCKET_BYTES, device="cpu", reuse=1) for spec in bucket.specs]
-        return {"fingerprint": float(fingerprint(specs))}
+        return {"fingerprint": float(fingerprint_of(weights))}
 
     def behind(self) -> bool:
         return False

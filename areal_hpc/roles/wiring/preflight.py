@@ -72,7 +72,7 @@ def check_made(config: Config) -> None:
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
-        check_model(Path(config.model.path), config.trainer.parallel)
+        check_model(Path(config.model.path), config.trainer.parallel, config.model.lora)
 
 
 def check_vocabulary(model: str, reference: str) -> None:

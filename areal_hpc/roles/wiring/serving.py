@@ -78,6 +78,7 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         threads=threads_of(config, len(os.sched_getaffinity(0)))["generator"],
         seed=_seed(process),
         version=str(config.evaluation.step),
+        lora=config.model.lora,
         update_timeout_s=config.limits.weight_update_s,
     )
     engine.start()

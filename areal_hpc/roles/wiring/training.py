@@ -18,7 +18,7 @@ from areal_hpc.buffer.scan import GroupFetcher, one_by_one
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites
+from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
@@ -78,7 +78,12 @@ def join_ranks(process: RoleProcess) -> Ranks:
         return Ranks(join_group(address, process.index, timeout_s, store), device)
 
 
-def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
+def make_backend(config: Config, ranks: Ranks, *, whole: bool = False) -> TrainerBackend:
+    """The configured trainer.
+
+    Args:
+        whole: adapters leave it merged into the model, as they always do for engines that take nothing else.
+    """
     if config.deterministic:
         compute_deterministically()
     loss = dotted(config.algorithm.loss, "algorithm.loss") if config.algorithm.loss else None
@@ -92,7 +97,10 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
             trainer=config.trainer,
             temperature=config.rollout.sampling.temperature,
             ranks=ranks,
+            seed=config.seed,
             loss=loss,
+            lora=config.model.lora,
+            whole=whole or takes_whole(config),
         )
     from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend
     from areal_hpc.training.reference import ReferenceBackend
@@ -108,6 +116,8 @@ def make_backend(config: Config, ranks: Ranks) -> TrainerBackend:
         group=ranks.group,
         device=ranks.device,
         loss=loss,
+        lora=config.model.lora,
+        whole=whole or takes_whole(config),
     )
 
 

@@ -10,7 +10,7 @@
 Loss, gradient norm and weights are those of ``reference.py`` on any layout; only rounding differs. Ranks that hold
 parts of one copy of the model are given the same sequences: ``data_ranks`` are those among which sequences are dealt.
 Of a checkpoint every rank writes a part, and any other layout loads it; each backend goes on from the other's where
-both hold the same tensors (all but mixtures of experts). Left out: LoRA.
+both hold the same tensors (all but mixtures of experts).
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ from areal_hpc.algorithms import table
 from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.preferences import pair_margins
 from areal_hpc.algorithms.stats import Stats
+from areal_hpc.buckets import fingerprint_of
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
 from areal_hpc.errors import CheckpointError, ConfigError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.pretrained.lora import terms_of
 from areal_hpc.training.critic import critic_account
-from areal_hpc.training.export import write_checkpoint
+from areal_hpc.training.export import write_adapters, write_checkpoint
+from areal_hpc.training.lora import outgoing, require_same_terms
 from areal_hpc.training.megatron.critic import SplitCritic
 from areal_hpc.training.megatron.heads import Head, Numbers, Words
 from areal_hpc.training.megatron.parallel import Place, enter_groups
 from areal_hpc.training.megatron.requirements import check_model
 from areal_hpc.training.megatron.schedule import Passes
-from areal_hpc.training.megatron.split import SplitModel, frozen
+from areal_hpc.training.megatron.split import AdaptedModel, SplitModel, frozen
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.shards import FILES, SHARDS, join_shards, write_shards
@@ -67,6 +71,7 @@ class MegatronBackend:
 
     Args:
         ranks: all of the trainer.
+        seed: of the adapters that training begins with.
         loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
         Others: as of ``ReferenceBackend``.
 
@@ -84,7 +89,10 @@ class MegatronBackend:
         temperature: float,
         ranks: Ranks,
         dtype: Dtype = Dtype.FLOAT32,
+        seed: int = 1,
         loss: table.LossFunction | None = None,
+        lora: LoraConfig = NO_LORA,
+        whole: bool = False,
     ) -> None:
         if temperature <= 0:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
@@ -93,32 +101,45 @@ class MegatronBackend:
         self._source, self._step, self._dtype = Path(model_path), 0, getattr(torch, dtype)
         self._of_pairs = table.find(algorithm.name).pair_loss is not None
         self._is_scorer = self._of_pairs and reference_of(algorithm) is None
-        architecture = check_model(self._source, trainer.parallel)
+        architecture = check_model(self._source, trainer.parallel, lora)
         enter_groups(ranks, trainer.parallel)
         self._place = Place(ranks)
         self.data_ranks = self._place.data
         self._temperature, self._passes = temperature, Passes(self._place, trainer)
-        self._model = self._split(self._source, architecture, SCORE if self._is_scorer else "")
+        self._lora, self._whole = lora, whole
+        self._model = self._adapted(architecture, seed) if lora.rank else self._split(architecture)
+        self._terms = terms_of(lora, fingerprint_of(self._base_weights())) if lora.rank else {}
         self._head = Numbers(self._place) if self._is_scorer else self._words(architecture)
         self.kl_coef = algorithm.kl.coef
         self._reference = self._make_reference(architecture)
         self._critic = self._make_critic(architecture) if table.find(algorithm.name).critic else None
 
-    def _split(self, source: Path, architecture: Architecture, number_head: str) -> SplitModel:
-        return SplitModel(source, architecture, self._config, self._place, dtype=self._dtype, number_head=number_head)
+    def _split(self, architecture: Architecture) -> SplitModel:
+        head = SCORE if self._is_scorer else ""
+        return SplitModel(self._source, architecture, self._config, self._place, dtype=self._dtype, number_head=head)
+
+    def _adapted(self, architecture: Architecture, seed: int) -> AdaptedModel:
+        return AdaptedModel(
+            self._source, architecture, self._config, self._place, dtype=self._dtype, lora=self._lora, seed=seed
+        )
+
+    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that adapters stand on; collective, as ``weights``."""
+        assert isinstance(self._model, AdaptedModel)
+        return self._model.base.whole(lambda parameter: parameter.detach(), self._dtype)
 
     def _words(self, architecture: Architecture) -> Words:
         return Words(self._place, vocab_size=architecture.vocab_size, temperature=self._temperature)
 
     def _make_reference(self, architecture: Architecture) -> tuple[list[Any], Words] | None:
-        """Chunks and head of the frozen model, where the algorithm has one."""
+        """Chunks and head of the frozen model, where the algorithm has one that is not the policy without adapters."""
         path = reference_of(self._algorithm)
-        if path is None:
+        if path is None or (path == "" and self._lora.rank):
             return None
         if path:
             architecture = check_model(Path(path), self._config.parallel)
         source = Path(path) if path else self._source
-        chunks = frozen(source, architecture, self._config, self._place, self._dtype)
+        chunks, _ = frozen(source, architecture, self._config, self._place, self._dtype)
         return chunks, self._words(architecture)
 
     def _make_critic(self, architecture: Architecture) -> SplitCritic:
@@ -136,8 +157,11 @@ class MegatronBackend:
 
     def reference_logprobs(self, batch: Batch) -> Float32Array:
         """Log-probs [T] of the trainable tokens by the frozen reference model; 0.0 elsewhere."""
-        assert self._reference is not None, "the algorithm has no reference model"
-        return self._logprobs_of(*self._reference, batch)
+        if self._reference is not None:
+            return self._logprobs_of(*self._reference, batch)
+        assert isinstance(self._model, AdaptedModel) and reference_of(self._algorithm) == "", "there is no reference"
+        with self._model.adapters.off():
+            return self._logprobs_of(self._model.chunks, self._head, batch)
 
     def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]:
         """The critic's values [T] before trainable tokens, and [S] after each sequence; see ``Critic.values``."""
@@ -229,8 +253,12 @@ class MegatronBackend:
     # Weights and checkpoints
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights as a checkpoint directory names them, sorted by name; collective, and all ranks get all of them."""
-        return self._model.weights.whole(lambda parameter: parameter.detach(), self._dtype)
+        """Weights as a checkpoint directory names them, or adapters alone (``pretrained.lora``), sorted by name;
+        collective, and all ranks get all of them."""
+        found = self._model.weights.whole(lambda parameter: parameter.detach(), self._dtype)
+        if not self._terms:
+            return found
+        return outgoing(self._lora, self._base_weights, found, self._terms["base"], whole=self._whole)
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy this rank's share of masters and moments to host memory; see ``ReferenceBackend``. Collective.
@@ -238,7 +266,8 @@ class MegatronBackend:
         Every rank writes its own share.
         """
         shards, rank = self._model.state.take(), self._ranks.rank
-        progress = {"step": self._step, "num_updates": self._model.optimizer.num_updates, "kl_coef": self.kl_coef}
+        num_updates = self._model.optimizer.num_updates
+        progress = {"step": self._step, "num_updates": num_updates, "kl_coef": self.kl_coef, "lora": self._terms}
         write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
@@ -266,6 +295,7 @@ class MegatronBackend:
         if not (path / "trainer.json").is_file():
             raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
         progress = read_json(path / "trainer.json")
+        require_same_terms(path, progress.get("lora") or {}, self._terms)
         self._model.state.load(path, SHARDS, FILES, progress["num_updates"])
         self._step = progress["step"]
         if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
@@ -274,8 +304,10 @@ class MegatronBackend:
             self._critic.load(path)
 
     def export(self, directory: str) -> None:
-        """Write a Hugging Face checkpoint directory, tokenizer included; collective, rank 0 writes."""
-        if self._ranks.leads:
-            write_checkpoint(self.weights(), self._source, Path(directory), scorer=self._is_scorer)
-        else:
+        """Write a Hugging Face checkpoint directory, or adapters as ``peft`` does; collective, rank 0 writes."""
+        if not self._ranks.leads:
             deque(self.weights(), maxlen=0)
+        elif self._lora.rank and not self._whole:
+            write_adapters(self.weights(), self._source, Path(directory), self._lora)
+        else:
+            write_checkpoint(self.weights(), self._source, Path(directory), scorer=self._is_scorer)

@@ -31,10 +31,15 @@ class Split(StrEnum):
     """How tensor-parallel ranks share a weight."""
 
     WHOLE = "whole"  # every rank holds all of it
+    STACKED = "stacked"  # the same of several tensors, one below the other
     WORDS = "words"  # rows, with rows of zeros added to make the shares equal
     INPUTS = "inputs"  # columns
     GATED = "gated"  # rows of the gate, then the same rows of the up projection
     ATTENTION = "attention"  # for each group of heads its queries, then its key, then its value
+
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self in (Split.WHOLE, Split.STACKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +81,39 @@ _RULES: Final[tuple[tuple[str, Split, tuple[str, ...]], ...]] = (
     (_LAYER + r"input_layernorm\.weight", Split.WHOLE, ("input_layernorm.weight",)),
     (_LAYER + r"pre_mlp_layernorm\.weight", Split.WHOLE, ("post_attention_layernorm.weight",)),
     (
-        _LAYER + r"self_attention\.linear_qkv\.(?P<kind>weight|bias)",
+        _LAYER + r"self_attention\.linear_qkv\.(?P<kind>weight|bias|lora_B\.weight)",
         Split.ATTENTION,
         ("self_attn.q_proj.{kind}", "self_attn.k_proj.{kind}", "self_attn.v_proj.{kind}"),
     ),
-    (_LAYER + r"self_attention\.linear_proj\.weight", Split.INPUTS, ("self_attn.o_proj.weight",)),
+    (
+        _LAYER + r"self_attention\.linear_qkv\.(?P<kind>lora_A\.weight)",
+        Split.STACKED,
+        ("self_attn.q_proj.{kind}", "self_attn.k_proj.{kind}", "self_attn.v_proj.{kind}"),
+    ),
+    (
+        _LAYER + r"self_attention\.linear_proj\.(?P<kind>weight|lora_A\.weight)",
+        Split.INPUTS,
+        ("self_attn.o_proj.{kind}",),
+    ),
+    (
+        _LAYER + r"self_attention\.linear_proj\.(?P<kind>lora_B\.weight)",
+        Split.WHOLE,
+        ("self_attn.o_proj.{kind}",),
+    ),
     (_LAYER + r"self_attention\.q_layernorm\.weight", Split.WHOLE, ("self_attn.q_norm.weight",)),
     (_LAYER + r"self_attention\.k_layernorm\.weight", Split.WHOLE, ("self_attn.k_norm.weight",)),
-    (_LAYER + r"mlp\.linear_fc1\.weight", Split.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    (_LAYER + r"mlp\.linear_fc2\.weight", Split.INPUTS, ("mlp.down_proj.weight",)),
+    (
+        _LAYER + r"mlp\.linear_fc1\.(?P<kind>weight|lora_B\.weight)",
+        Split.GATED,
+        ("mlp.gate_proj.{kind}", "mlp.up_proj.{kind}"),
+    ),
+    (
+        _LAYER + r"mlp\.linear_fc1\.(?P<kind>lora_A\.weight)",
+        Split.STACKED,
+        ("mlp.gate_proj.{kind}", "mlp.up_proj.{kind}"),
+    ),
+    (_LAYER + r"mlp\.linear_fc2\.(?P<kind>weight|lora_A\.weight)", Split.INPUTS, ("mlp.down_proj.{kind}",)),
+    (_LAYER + r"mlp\.linear_fc2\.(?P<kind>lora_B\.weight)", Split.WHOLE, ("mlp.down_proj.{kind}",)),
     (_LAYER + r"mlp\.router\.weight", Split.WHOLE, ("mlp.gate.weight",)),
     (
         _EXPERT + r"linear_fc1\.weight",
@@ -125,6 +154,8 @@ def cut(weight: Weight, tensors: Sequence[Tensor], model: Architecture, ranks: i
     match weight.split:
         case Split.WHOLE:
             return tensors[0]
+        case Split.STACKED:
+            return torch.cat(list(tensors))
         case Split.WORDS:
             rows = -(-model.vocab_size // ranks)
             part = tensors[0][rank * rows : (rank + 1) * rows]
@@ -143,6 +174,8 @@ def joined(weight: Weight, parts: Sequence[Tensor], model: Architecture) -> list
     match weight.split:
         case Split.WHOLE:
             return [parts[0]]
+        case Split.STACKED:
+            return list(parts[0].chunk(len(weight.names)))
         case Split.WORDS:
             return [torch.cat(list(parts))[: model.vocab_size]]
         case Split.INPUTS:

@@ -8,6 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from areal_hpc.config.lora import ATTENTION, FEED_FORWARD, NO_LORA, LoraConfig
 from areal_hpc.config.schema import Attention, ParallelConfig
 from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture, read_architecture
@@ -55,14 +56,18 @@ def require_kernel(attention: Attention) -> None:
         )
 
 
-def check_model(path: Path, parallel: ParallelConfig) -> Architecture:
+def check_model(path: Path, parallel: ParallelConfig, lora: LoraConfig = NO_LORA) -> Architecture:
     """The model's architecture, if it can be split as ``trainer.parallel`` says.
 
     Raises:
         DataError: the model is not one that is computed here.
-        ConfigError: lists every size that does not divide what it splits.
+        ConfigError: lists every size that does not divide what it splits; or adapters would be of experts.
     """
     architecture = read_architecture(path)
+    if lora.rank and architecture.experts is not None and set(lora.target_modules) & set(FEED_FORWARD):
+        raise ConfigError(
+            f"model.lora.target_modules: {path} has experts, which get no adapters; name {', '.join(ATTENTION)} at most"
+        )
     if problems := list(_problems(architecture, parallel)):
         raise ConfigError(f"{path} cannot be split so: " + "; ".join(problems))
     return architecture

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_hpc.config.lora import LoraConfig
 from areal_hpc.config.schema import TrainerConfig
 from areal_hpc.pretrained.architecture import Architecture
 from areal_hpc.pretrained.files import TensorFiles, weight_files
+from areal_hpc.pretrained.lora import start_value
+from areal_hpc.training.megatron.adapters import SplitAdapters
 from areal_hpc.training.megatron.model import build
 from areal_hpc.training.megatron.optimizer import SplitOptimizer
 from areal_hpc.training.megatron.parallel import Place
@@ -52,16 +55,45 @@ class SplitModel:
         self.state = SplitState(self.weights, self.optimizer)
 
 
+class AdaptedModel:
+    """The same of a frozen model with adapters, of which alone there are an optimizer and a state.
+
+    Args:
+        seed: of the adapters that it begins with.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        architecture: Architecture,
+        trainer: TrainerConfig,
+        place: Place,
+        *,
+        dtype: torch.dtype,
+        lora: LoraConfig,
+        seed: int,
+    ) -> None:
+        self.chunks, self.base = frozen(source, architecture, trainer, place, dtype)
+        self.adapters = SplitAdapters(self.chunks, lora, architecture, place)
+        self.weights = Weights(self.chunks, architecture, place, adapters=True)
+        self.optimizer = SplitOptimizer(self.chunks, trainer.optimizer, dtype)
+        shapes = self.weights.shapes
+        for parameter, part in self.weights.cut(lambda name: start_value(name, shapes[name], seed)):
+            self.optimizer.set_master(parameter, part)
+        self.state = SplitState(self.weights, self.optimizer)
+
+
 @torch.no_grad()
 def frozen(
     source: Path, architecture: Architecture, trainer: TrainerConfig, place: Place, dtype: torch.dtype
-) -> list[Any]:
-    """The chunks of a model that is not trained, rounded as one that is: equal weights must give equal log-probs."""
+) -> tuple[list[Any], Weights]:
+    """A model that is not trained, rounded as one that is: equal weights must give equal log-probs. Its chunks and
+    their view."""
     chunks = build(architecture, trainer, dtype)
     weights = Weights(chunks, architecture, place)
     for parameter, part in weights.cut(_reader(source, weights, "")):
         parameter.copy_(part)
-    return [chunk.requires_grad_(False) for chunk in chunks]
+    return [chunk.requires_grad_(False) for chunk in chunks], weights
 
 
 def _reader(source: Path, weights: Weights, number_head: str) -> Callable[[str], Tensor]:

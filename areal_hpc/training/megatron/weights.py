@@ -25,11 +25,11 @@ from torch.nn import Parameter
 
 from areal_hpc.collective import meeting
 from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.pretrained.lora import is_adapter
 from areal_hpc.training.megatron.names import (
     EMBEDDING,
     HEAD,
     Slice,
-    Split,
     Weight,
     cut,
     first_layer,
@@ -53,15 +53,22 @@ class _Home:
 
 
 class Weights:
-    """One rank's view. ``chunks`` are as ``model.build`` made them."""
+    """One rank's view. ``chunks`` are as ``model.build`` made them.
 
-    def __init__(self, chunks: Sequence[Any], architecture: Architecture, place: Place) -> None:
+    Args:
+        adapters: look at these, which chunks may have got since, and not at the model's own weights.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], architecture: Architecture, place: Place, *, adapters: bool = False
+    ) -> None:
         self._architecture, self._place = architecture, place
         self._local: dict[Names, tuple[Weight, Parameter]] = {}
         self._copies: list[Parameter] = []  # of a tied embedding, on the last stage
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                self._add(weight_of(name, first_layer(chunk), self._first_expert(chunk)), parameter)
+                if is_adapter(name) is adapters:
+                    self._add(weight_of(name, first_layer(chunk), self._first_expert(chunk)), parameter)
         self._homes = self._find_homes()
 
     def _first_expert(self, chunk: Any) -> int:
@@ -125,7 +132,7 @@ class Weights:
         """Those of ``held`` that this rank's data-parallel group is to save: of what several have, one has it here."""
         elsewhere = set(self._copies)
         if self._place.tensor.rank() > 0:
-            elsewhere |= {parameter for weight, parameter in self._local.values() if weight.split is Split.WHOLE}
+            elsewhere |= {parameter for weight, parameter in self._local.values() if weight.split.is_whole()}
         return ((parameter, of_whole) for parameter, of_whole in self.held() if parameter not in elsewhere)
 
     def cut(self, read: Callable[[str], Tensor]) -> Iterator[tuple[Parameter, Tensor]]:
