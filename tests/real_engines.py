@@ -1,31 +1,53 @@
-"""Real SGLang servers for tests, where an environment has one: ``examples/sglang_environment`` makes it."""
+"""Real SGLang and vLLM servers for tests, where an environment has one: ``examples/..._environment`` makes it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import CPU
-from areal_hpc.generation.sglang.arguments import ServerSpec
-from areal_hpc.generation.sglang.server import SglangServer, serving
+from areal_hpc.generation.external.process import ServerProcess
+from areal_hpc.generation.external.spec import ServerSpec
+from areal_hpc.generation.sglang.server import serving as serving_sglang
+from areal_hpc.generation.vllm.process import serving as serving_vllm
 
-PYTHON = Path(
-    os.environ.get("AREAL_HPC_SGLANG_PYTHON", Path(__file__).resolve().parents[1] / ".venv-sglang/bin/python")
-)
 START_S = 280.0
 MAX_TOKENS = 1024
 MAX_RUNNING = 8
 
 
-def unusable() -> str:
-    """Why there can be none; empty if there can."""
-    return "" if PYTHON.exists() else f"there is no {PYTHON}; run examples/sglang_environment"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealEngine:
+    """One that is installed in an environment of its own, which a variable names."""
+
+    name: str
+    serving: Callable[..., AbstractAsyncContextManager[ServerProcess]]
+
+    @property
+    def python(self) -> Path:
+        beside = Path(__file__).resolve().parents[1] / f".venv-{self.name}/bin/python"
+        return Path(os.environ.get(f"AREAL_HPC_{self.name.upper()}_PYTHON", beside))
+
+    @property
+    def needed(self) -> bool:
+        """Whether its tests must not be skipped."""
+        return bool(os.environ.get(f"AREAL_HPC_NEED_{self.name.upper()}"))
+
+    def unusable(self) -> str:
+        """Why there can be none; empty if there can."""
+        return "" if self.python.exists() else f"there is no {self.python}; run examples/{self.name}_environment"
+
+
+SGLANG = RealEngine(name="sglang", serving=serving_sglang)
+VLLM = RealEngine(name="vllm", serving=serving_vllm)
+REAL = (SGLANG, VLLM)
 
 
 def spec(model: Path, **fields: Any) -> ServerSpec:
@@ -35,15 +57,15 @@ def spec(model: Path, **fields: Any) -> ServerSpec:
 
 
 @contextmanager
-def served(model: Path, log: Path) -> Iterator[SglangServer]:
+def served(engine: RealEngine, model: Path, log: Path, **fields: Any) -> Iterator[ServerProcess]:
     """A server of ``model`` that is up, kept by a thread of its own."""
-    assert not unusable(), unusable()
-    up: Future[SglangServer] = Future()
+    assert not engine.unusable(), engine.unusable()
+    up: Future[ServerProcess] = Future()
     loop = asyncio.new_event_loop()
     over = asyncio.Event()
 
     async def keep() -> None:
-        async with serving(spec(model), python=str(PYTHON), log=log, start_s=START_S) as server:
+        async with engine.serving(spec(model, **fields), python=str(engine.python), log=log, start_s=START_S) as server:
             up.set_result(server)
             await over.wait()
 
@@ -55,7 +77,7 @@ def served(model: Path, log: Path) -> Iterator[SglangServer]:
                 raise
             up.set_exception(error)
 
-    keeper = threading.Thread(target=run, name="keeps-sglang")
+    keeper = threading.Thread(target=run, name=f"keeps-{engine.name}")
     keeper.start()
     try:
         yield up.result(START_S + 20)

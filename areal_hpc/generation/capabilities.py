@@ -39,16 +39,16 @@ class Capabilities:
     stages: bool
     """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
     quarantined: bool
-    """An update of it failed half-way; only our own engine says so."""
+    """An update of it failed half-way; only servers of our own say so."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
+        """From SGLang's ``version``, and from ``areal_hpc``, which only servers of our own have."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
         ours = info.get("areal_hpc") or {}
         return cls(
             spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
-            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
+            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS or bool(ours.get("retracts")),
             checksums=bool(ours.get("checksums")),
             deltas=bool(ours.get("deltas")),
             stages=bool(ours.get("stages")),
