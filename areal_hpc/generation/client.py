@@ -31,6 +31,7 @@ from areal_hpc.generation.answers import (
     Answer,
     BadAnswer,
     join_answers,
+    narrowed_body,
     new_tokens,
     parse_answer,
     request_body,
@@ -204,7 +205,7 @@ class EngineClient:
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
             body = request_body(request, flight.rid, so_far)
-            answer = await self._ask(body, budget - len(so_far), request.on_tokens)
+            answer = await self._ask(request, body, budget - len(so_far))
             answers.append(answer)
             so_far.extend(answer.token_ids)
             if answer.stop.is_complete() or len(so_far) == budget:
@@ -213,10 +214,10 @@ class EngineClient:
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
         return join_answers(answers, budget)
 
-    async def _ask(
-        self, body: dict[str, Any], budget: int, on_tokens: Callable[[Sequence[int]], None] | None
-    ) -> Answer:
-        capabilities = await self._probed()
+    async def _ask(self, request: GenerationRequest, body: dict[str, Any], budget: int) -> Answer:
+        capabilities, on_tokens = await self._probed(), request.on_tokens
+        if request.sampling.is_narrowed:
+            body = narrowed_body(body, capabilities.narrowed)
         pinned, incarnation = self.version, self.incarnation
         each = None if on_tokens is None else new_tokens(on_tokens)
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)

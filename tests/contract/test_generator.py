@@ -231,18 +231,16 @@ def kept(probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0
 @pytest.mark.parametrize(
     "limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}], ids=str
 )
-def test_E2_narrowed_sampling_keeps_to_its_set_and_says_whose_log_probs_it_tells(
-    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any], request: pytest.FixtureRequest
+def test_E2_narrowed_sampling_keeps_to_its_set_and_its_log_probs_are_of_that(
+    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any]
 ) -> None:
-    """The embedded engine's and vLLM's are those of the narrowed distribution, SGLang's those of the whole one."""
     completion = run(engine, lambda made: made.generate(asked(60, prompt=LONG_PROMPT, temperature=1.0, **limit)))
     told = logits(judge, LONG_PROMPT, completion)
     inside = kept(torch.softmax(told, -1), **limit)
     sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
     assert inside.gather(1, sampled).all()
     assert inside.sum() > len(completion.token_ids)  # there is something to sample from
-    whole = "sglang" in request.node.name
-    assert_logprobs(completion, told if whole else torch.where(inside, told, -torch.inf))
+    assert_logprobs(completion, torch.where(inside, told, -torch.inf))
 
 
 def test_the_end_of_a_turn_ends_the_answer_unless_it_is_to_be_ignored(engine: Opens) -> None:
