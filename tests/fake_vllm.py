@@ -67,7 +67,9 @@ class FakeLLM:
     def from_engine_args(cls, args: Any) -> Self:
         return cls(args)
 
-    async def generate(self, prompt: Mapping[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Mapping[str, Any], params: Any, request_id: str, priority: int = 0
+    ) -> AsyncIterator[Any]:
         if params.temperature > 100:
             raise ClientError("that is too hot")
         token_ids, starts = [], []

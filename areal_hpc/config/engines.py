@@ -38,6 +38,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "port": "the run takes ports from the kernel",
     "pp_size": "set generation.pipeline_parallel",
     "pipeline_parallel_size": "set generation.pipeline_parallel",
+    "scheduling_policy": "the run orders requests, so that training goes before evaluation",
     "tensor_parallel_size": "set generation.tensor_parallel",
     "tp": "set generation.tensor_parallel",
     "tp_size": "set generation.tensor_parallel",

@@ -51,6 +51,8 @@ class Capabilities:
     """It takes what has changed of a tensor."""
     stages: bool
     """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
+    priorities: bool
+    """What waits in its queue is ordered by numbers that may be all different; lower ones go first."""
     narrowed: Narrowed
     quarantined: bool
     """An update of it failed half-way; only servers of our own say so."""
@@ -66,6 +68,7 @@ class Capabilities:
             checksums=bool(ours.get("checksums")),
             deltas=bool(ours.get("deltas")),
             stages=bool(ours.get("stages")),
+            priorities=bool(ours.get("priorities")),
             narrowed=_narrowed(tuple(numbers), is_ours=bool(ours)),
             quarantined=bool(info.get("quarantined")),
         )

@@ -19,6 +19,7 @@ One client belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class EngineClient:
         token: what its server asks for, or the file that holds it; empty for none.
         version: weights it was started with, for engines that call them "default".
         incarnation: which of the processes that have been this engine answers at ``url``.
+        yields_s: for so long after a request has come others may still go before it, where the engine orders its queue.
         locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
     """
 
@@ -88,6 +90,7 @@ class EngineClient:
         version: int = 0,
         limits: Limits | None = None,
         incarnation: int = 0,
+        yields_s: float = 0.0,
         locate: Callable[[], Address | None] | None = None,
     ) -> None:
         self.name = name
@@ -95,7 +98,7 @@ class EngineClient:
         self.limits = limits or Limits()
         self._initial = version
         self.incarnation = incarnation
-        self._locate = locate
+        self._locate, self._yields_s = locate, yields_s
         self._http = Connection(name, url, token=token, connect_s=self.limits.connect_s)
         self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
@@ -218,6 +221,8 @@ class EngineClient:
         capabilities, on_tokens = await self._probed(), request.on_tokens
         if request.sampling.is_narrowed:
             body = narrowed_body(body, capabilities.narrowed)
+        if capabilities.priorities:
+            body = {**body, "priority": int(1000 * (time.time() + self._yields_s))}
         pinned, incarnation = self.version, self.incarnation
         each = None if on_tokens is None else new_tokens(on_tokens)
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)

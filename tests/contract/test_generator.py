@@ -32,6 +32,7 @@ LONG_PROMPT = tuple(range(40, 90))
 AFTER_A_TURN = (*PROMPT, END)
 TOLERANCE = 1e-4
 """Nats, in float32."""
+VLLM_ALONE = pytest.param("vllm", marks=pytest.mark.vllm)
 REAL = [pytest.param(engine.name, marks=getattr(pytest.mark, engine.name)) for engine in (SGLANG, VLLM)]
 Opens = Callable[[], Any]
 
@@ -333,3 +334,34 @@ def test_an_answer_that_is_aborted_before_its_first_token_is_empty(engine: Opens
 
     assert MAX_RUNNING == REAL_MAX_RUNNING
     run(engine, scenario)
+
+
+@pytest.mark.parametrize("kind", ["engine", VLLM_ALONE])
+def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, request: pytest.FixtureRequest) -> None:
+    """SGLang keeps statistics of every priority that it has ever seen, so it is told none and serves who came first."""
+    url: str = request.getfixturevalue(f"{kind}_url")
+    begun: list[str] = []
+
+    async def scenario() -> None:
+        ours, patient, hasty = (EngineClient("engine-0", url, token="secret", yields_s=s) for s in (0.0, 60.0, 0.001))
+
+        def ask(client: EngineClient, name: str, num: int) -> asyncio.Task[Completion]:
+            told = replace(asked(num, name), on_tokens=lambda _: name in begun or begun.append(name))
+            return asyncio.create_task(client.generate(told))
+
+        running = [ask(ours, f"long{k}", 900) for k in range(MAX_RUNNING)]
+        while len(begun) < MAX_RUNNING:
+            await asyncio.sleep(0.01)
+        waiting = []
+        for client, name in ((patient, "evaluation"), (hasty, "first"), (ours, "second")):
+            waiting.append(ask(client, name, 40))
+            await asyncio.sleep(0.1)
+        await ours.abort("long0")
+        await asyncio.gather(*waiting)
+        await asyncio.gather(*(ours.abort(f"long{k}") for k in range(MAX_RUNNING)))
+        await asyncio.gather(*running)
+        for client in (ours, patient, hasty):
+            await client.close()
+
+    asyncio.run(scenario())
+    assert begun[MAX_RUNNING:] == ["first", "second", "evaluation"]

@@ -91,7 +91,12 @@ class EngineRoutes:
             sequence
             for prompt, request_id, params in zip(asked.prompts, asked.request_ids, asked.params, strict=True)
             for sequence in self._engine.sequences(
-                prompt, params, request_id=request_id, logprob_start=asked.logprob_start, num_top=asked.num_top
+                prompt,
+                params,
+                request_id=request_id,
+                logprob_start=asked.logprob_start,
+                num_top=asked.num_top,
+                priority=asked.priority,
             )
         ]
         stream = Stream(sequences, asked, self._engine.text) if asked.stream else None
@@ -170,7 +175,7 @@ class EngineRoutes:
         stats = self._scheduler.stats()
         info = {
             "version": VERSION,
-            "areal_hpc": {"checksums": True, "deltas": True, "stages": True},
+            "areal_hpc": {"checksums": True, "deltas": True, "stages": True, "priorities": True},
             "model_path": str(self._engine.model_path),
             "dtype": self._engine.dtype,
             "max_running_requests": self._engine.max_running,

@@ -21,6 +21,7 @@ FIELDS = {
     "return_text_in_logprobs",
     "stream",
     "routing_key",  # for routers in front of engines
+    "priority",  # lower is earlier
 }
 
 
@@ -37,6 +38,7 @@ class GenerateRequest:
     text_in_logprobs: bool
     stream: bool
     single: bool
+    priority: int
 
 
 def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateRequest:
@@ -59,6 +61,7 @@ def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateReques
         text_in_logprobs=bool(body.get("return_text_in_logprobs", False)),
         stream=bool(body.get("stream", False)),
         single=not batched and parsed[0].n == 1,
+        priority=_integer(body, "priority", 0),
     )
 
 

@@ -26,6 +26,7 @@ def engine_arguments(spec: ServerSpec) -> list[str]:
         "pipeline_parallel_size": spec.pipeline_parallel,
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature and all
+        "scheduling_policy": "priority",
         "worker_extension_cls": WORKER,
         "disable_log_stats": True,
     }

@@ -136,7 +136,7 @@ class VllmEngine:
     # -- requests
 
     async def generate(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str = ""
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str = "", priority: int = 0
     ) -> AsyncGenerator[Progress]:
         """The same object over and over, whenever more of the answer is there; the last time it is whole.
 
@@ -151,7 +151,7 @@ class VllmEngine:
         progress = self._in_flight[name] = Progress(request_id=name, num_prompt=len(prompt), params=params)
         try:
             with _refusals():
-                outputs = self.llm.generate(tokens_input(list(prompt)), _sampling(params), name)
+                outputs = self.llm.generate(tokens_input(list(prompt)), _sampling(params), name, priority=priority)
             async with aclosing(outputs):
                 while True:
                     with _refusals():

@@ -34,7 +34,7 @@ PAUSE_MODE = "retract"
 POLL_S = 0.5
 PROBE_LIMIT_S = 10.0
 LAST_ANSWERS_S = 0.5
-CAPABILITIES = {"checksums": True, "deltas": False, "stages": False, "retracts": True}
+CAPABILITIES = {"checksums": True, "deltas": False, "stages": False, "retracts": True, "priorities": True}
 
 
 class EngineRoutes:
@@ -73,7 +73,7 @@ class EngineRoutes:
         return web.json_response(self._told(last))
 
     def _sampled(self, asked: GenerateRequest) -> AsyncGenerator[Progress]:
-        return self._engine.generate(asked.prompts[0], asked.params[0], asked.request_ids[0])
+        return self._engine.generate(asked.prompts[0], asked.params[0], asked.request_ids[0], asked.priority)
 
     def _told(self, progress: Progress) -> dict[str, Any]:
         return progress.answer(self._engine.version, self._engine.text)
