@@ -75,7 +75,8 @@ class Prompt:
 class Sampling:
     """How an engine samples. Log-probs that come back are those of the distribution this describes.
 
-    SGLang alone tells those of the distribution before ``top_p``, ``top_k`` and ``min_p`` have narrowed it.
+    SGLang tells those of a narrowed distribution only where ``top_k`` bounds it, so that it is given one of
+    ``generation.answers.NARROWED_TOP_K`` where ``top_p`` or ``min_p`` come without, or with a larger one.
     """
 
     max_new_tokens: int
@@ -100,6 +101,11 @@ class Sampling:
     def is_forced(self) -> bool:
         """Whether a grammar narrows what may be sampled."""
         return bool(self.json_schema or self.structural_tag)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether some tokens are not sampled though the model gives them a probability."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

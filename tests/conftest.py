@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import real_sglang
+import real_engines
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without an environment for SGLang its tests are skipped and say why, but not where they are asked for.
+    """Without an environment for an engine its tests are skipped and say why, but not where they are asked for.
 
     ``AREAL_HPC_RERUNS`` is for continuous integration: how often a test that starts processes may be run again.
     """
-    why = real_sglang.unusable()
+    missing = {engine.name: why for engine in real_engines.REAL if (why := engine.unusable()) and not engine.needed}
     reruns = int(os.environ.get("AREAL_HPC_RERUNS", "0"))
     for item in items:
-        on_sglang = item.get_closest_marker("sglang") is not None
-        if why and on_sglang and not os.environ.get("AREAL_HPC_NEED_SGLANG"):
-            item.add_marker(pytest.mark.skip(reason=why))
-        if reruns and (on_sglang or starts_processes(item.path)):
+        engines = {mark.name for mark in item.iter_markers()} & {engine.name for engine in real_engines.REAL}
+        for name in engines & missing.keys():
+            item.add_marker(pytest.mark.skip(reason=missing[name]))
+        if reruns and (engines or starts_processes(item.path)):
             item.add_marker(pytest.mark.flaky(reruns=reruns))
 
 

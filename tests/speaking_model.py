@@ -24,9 +24,10 @@ def make_speaking_model(directory: Path, seed: int) -> Any:
     """Write it, a Llama of ``tiny_models``, and return it.
 
     Each token of the turn has a dimension of the residual stream to itself, which nothing else writes to and only the
-    head's row of its successor reads. After all other tokens it is an ordinary random model.
+    head's row of its successor reads. After all other tokens it is an ordinary random model. Its heads have the 32
+    dimensions that vLLM's kernels need.
     """
-    model: Any = make_model(directory, "llama", seed)
+    model: Any = make_model(directory, "llama", seed, num_attention_heads=2, num_key_value_heads=1)
     inner = model.model
     for dimension, (token, successor) in enumerate(pairwise([END, *TURN])):
         inner.embed_tokens.weight[:, dimension] = 0

@@ -26,7 +26,11 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "context_length": "set model.max_tokens",
     "dtype": "set model.dtype",
     "enable_metrics": "the run reads its load there, so it is always on",
+    "data_parallel_size": "set generation.replicas",
     "host": "the run listens where its processes find it",
+    "logprobs_mode": "training needs log-probs of the distribution that was sampled from",
+    "max_model_len": "set model.max_tokens",
+    "max_num_seqs": "set generation.max_running",
     "max_running_requests": "set generation.max_running",
     "model": "set model.path",
     "model_path": "set model.path",
@@ -34,10 +38,12 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "port": "the run takes ports from the kernel",
     "pp_size": "set generation.pipeline_parallel",
     "pipeline_parallel_size": "set generation.pipeline_parallel",
+    "scheduling_policy": "the run orders requests, so that training goes before evaluation",
     "tensor_parallel_size": "set generation.tensor_parallel",
     "tp": "set generation.tensor_parallel",
     "tp_size": "set generation.tensor_parallel",
     "weight_version": "the trainer names the weights",
+    "worker_extension_cls": "the run's own takes the weights",
 }
 """Arguments of the engine's server that the run gives itself, and what to do instead of giving them."""
 
@@ -63,8 +69,8 @@ class GenerationConfig:
     threads: int = 1
     """CPU threads of one embedded engine."""
     python: str = ""
-    """Python of the environment that SGLang is installed in, such as `examples/sglang_environment` makes; empty is the
-    run's own."""
+    """Python of the environment that SGLang or vLLM is installed in, such as `examples/sglang_environment` or
+    `examples/vllm_environment` makes; empty is the run's own."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments handed to the engine's own server untouched, by its names: `{mem_fraction_static: 0.8}`."""
 

@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from areal_hpc.generation.capabilities import FIRST_VERSION_THAT_TELLS_ITS_SUPPORT, Narrowed
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason, TokenLogprob
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 LONGEST_REASON = 300
+NARROWED_TOP_K = 2048
+"""Most tokens from which SGLang samples where its log-probs are to be those of a part of the distribution: half of what
+it then tells of at most (``sampling_mask_max_tokens``), since equally likely tokens at the edge are all told."""
 
 
 class BadAnswer(Exception):
@@ -57,6 +61,24 @@ def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) ->
         **tops,
         "stream": request.on_tokens is not None,
     }
+
+
+def narrowed_body(body: Mapping[str, Any], narrowed: Narrowed) -> dict[str, Any]:
+    """``body``, of a request that narrows the distribution, so that log-probs come back of what is left of it.
+
+    Raises:
+        BadAnswer: the engine would tell other ones.
+    """
+    if narrowed is Narrowed.NEVER:
+        raise BadAnswer(
+            "it would tell log-probs of the whole distribution where top_p, top_k or min_p leave a part of it; leave "
+            f"those out, or install SGLang {'.'.join(map(str, FIRST_VERSION_THAT_TELLS_ITS_SUPPORT))} or newer"
+        )
+    if narrowed is Narrowed.ALWAYS:
+        return dict(body)
+    params = body["sampling_params"]
+    top_k = params["top_k"] if 0 < params["top_k"] < NARROWED_TOP_K else NARROWED_TOP_K
+    return {**body, "return_sampling_mask": True, "sampling_params": {**params, "top_k": top_k}}
 
 
 def new_tokens(on_tokens: Callable[[Sequence[int]], None]) -> Callable[[Any], None]:
@@ -146,7 +168,8 @@ def reason_of(refusal: Any) -> str:
 
 def _parsed(body: Any, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
     meta = body["meta_info"]
-    token_ids, logprobs = _tokens(body.get("output_ids"), meta.get("output_token_logprobs"))
+    narrowed = meta.get("output_token_sampling_logprobs")
+    token_ids, logprobs = _tokens(body.get("output_ids"), meta.get("output_token_logprobs"), narrowed)
     if len(token_ids) > budget:
         raise BadAnswer(f"it sampled {len(token_ids)} tokens where {budget} were asked for")
     versions = _versions(meta, len(token_ids), pinned, initial, in_place)
@@ -161,13 +184,20 @@ def _parsed(body: Any, budget: int, pinned: int, initial: int, in_place: bool) -
     )
 
 
-def _tokens(output_ids: Any, rows: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and log-probs; ``rows`` are [log-prob, token id, text or null]."""
+def _tokens(output_ids: Any, rows: Any, narrowed: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and log-probs.
+
+    Args:
+        rows: [log-prob, token id, text or null] of each.
+        narrowed: log-probs within the part of the distribution that was sampled from, where they were asked for.
+    """
     if not isinstance(output_ids, Sequence) or not isinstance(rows, Sequence):
         raise BadAnswer("its answer lacks token ids or their log-probs")
     if [row[1] for row in rows] != list(output_ids):
         raise BadAnswer(f"its {len(output_ids)} tokens and {len(rows)} log-probs are not of the same tokens")
-    logprobs = tuple(row[0] for row in rows)
+    logprobs = tuple(row[0] for row in rows) if narrowed is None else tuple(narrowed)
+    if len(logprobs) != len(output_ids):
+        raise BadAnswer(f"its {len(output_ids)} tokens have {len(logprobs)} log-probs of what was sampled from")
     for position, logprob in enumerate(logprobs):
         if not isinstance(logprob, int | float) or not abs(logprob) <= MAX_FLOAT32:  # not (>): NaN must fail
             raise BadAnswer(f"the log-prob of token {position} is {logprob}")

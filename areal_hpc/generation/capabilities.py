@@ -12,6 +12,19 @@ FIRST_VERSION_WITH_SPANS = (0, 5, 19)
 FIRST_VERSION_THAT_RETRACTS = (0, 5, 21)
 """The first SGLang whose cache can be flushed while retracted requests wait; an older one refuses, or dies of it."""
 
+FIRST_VERSION_THAT_TELLS_ITS_SUPPORT = (0, 5, 21)
+"""The first SGLang that is known to tell, if asked, which tokens it could have sampled, and their log-probs."""
+
+
+class Narrowed(StrEnum):
+    """How log-probs of a distribution that top-k, top-p or min-p have narrowed are to be had."""
+
+    ALWAYS = "always"
+    ASKED = "asked"
+    """If the request asks for them, and has a top-k that bounds them."""
+    NEVER = "never"
+    """They would be those of the whole distribution, which was not sampled from."""
+
 
 class PauseMode(StrEnum):
     """What becomes of running requests, by SGLang's names for it."""
@@ -38,20 +51,25 @@ class Capabilities:
     """It takes what has changed of a tensor."""
     stages: bool
     """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
+    priorities: bool
+    """What waits in its queue is ordered by numbers that may be all different; lower ones go first."""
+    narrowed: Narrowed
     quarantined: bool
-    """An update of it failed half-way; only our own engine says so."""
+    """An update of it failed half-way; only servers of our own say so."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``areal_hpc``, which only our own engine has."""
+        """From SGLang's ``version``, and from ``areal_hpc``, which only servers of our own have."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
         ours = info.get("areal_hpc") or {}
         return cls(
             spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
-            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS,
+            retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS or bool(ours.get("retracts")),
             checksums=bool(ours.get("checksums")),
             deltas=bool(ours.get("deltas")),
             stages=bool(ours.get("stages")),
+            priorities=bool(ours.get("priorities")),
+            narrowed=_narrowed(tuple(numbers), is_ours=bool(ours)),
             quarantined=bool(info.get("quarantined")),
         )
 
@@ -59,3 +77,9 @@ class Capabilities:
         if self.retracts:
             return PauseMode.RETRACT
         return PauseMode.IN_PLACE if self.spans else PauseMode.ABORT
+
+
+def _narrowed(version: tuple[int, ...], *, is_ours: bool) -> Narrowed:
+    if is_ours:
+        return Narrowed.ALWAYS
+    return Narrowed.ASKED if version >= FIRST_VERSION_THAT_TELLS_ITS_SUPPORT else Narrowed.NEVER

@@ -19,6 +19,7 @@ One client belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from areal_hpc.generation.answers import (
     BadAnswer,
     Refusal,
     join_answers,
+    narrowed_body,
     new_tokens,
     parse_answer,
     reason_of,
@@ -76,6 +78,7 @@ class EngineClient:
         token: what its server asks for, or the file that holds it; empty for none.
         version: weights it was started with, for engines that call them "default".
         incarnation: which of the processes that have been this engine answers at ``url``.
+        yields_s: for so long after a request has come others may still go before it, where the engine orders its queue.
         locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
     """
 
@@ -89,6 +92,7 @@ class EngineClient:
         version: int = 0,
         limits: Limits | None = None,
         incarnation: int = 0,
+        yields_s: float = 0.0,
         locate: Callable[[], Address | None] | None = None,
     ) -> None:
         self.name = name
@@ -96,7 +100,7 @@ class EngineClient:
         self.limits = limits or Limits()
         self._initial = version
         self.incarnation = incarnation
-        self._locate = locate
+        self._locate, self._yields_s = locate, yields_s
         self._http = Connection(name, url, token=token, connect_s=self.limits.connect_s)
         self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
@@ -209,7 +213,7 @@ class EngineClient:
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
             body = request_body(request, flight.rid, so_far)
-            answer = await self._ask(body, budget - len(so_far), request)
+            answer = await self._ask(request, body, budget - len(so_far))
             answers.append(answer)
             so_far.extend(answer.token_ids)
             if answer.stop.is_complete() or len(so_far) == budget:
@@ -218,8 +222,12 @@ class EngineClient:
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
         return join_answers(answers, budget)
 
-    async def _ask(self, body: dict[str, Any], budget: int, request: GenerationRequest) -> Answer:
+    async def _ask(self, request: GenerationRequest, body: dict[str, Any], budget: int) -> Answer:
         capabilities = await self._probed()
+        if request.sampling.is_narrowed:
+            body = narrowed_body(body, capabilities.narrowed)
+        if capabilities.priorities:
+            body = {**body, "priority": int(1000 * (time.time() + self._yields_s))}
         pinned, incarnation = self.version, self.incarnation
         each = None if request.on_tokens is None else new_tokens(request.on_tokens)
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)

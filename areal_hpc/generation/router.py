@@ -12,7 +12,9 @@ given to another engine only if the first never saw it; one that was lost on the
         in  <-------------------------------------------------  out
                  probe: healthy and serving what is expected
 
-An engine that is full, by ``Capacity``, gets no more until something of what it has ends; when all are, requests wait.
+An engine that is full, by ``Capacity``, gets no more until something of what it has ends; when all are, requests wait,
+and the oldest is served first. A small one may find room where a larger one that is older does not; once ``MAX_PASSED``
+have passed it so, the engine that is the least loaded is kept for it, and those behind it get the others alone.
 
 An engine that is behind missed an update and may be paused for good, so what it was asked is failed, not waited for.
 One that has left is no longer updated either, but samples on by the weights it had until it ends.
@@ -35,6 +37,8 @@ from areal_hpc.waits import waiting
 LOOK_S = 1.0
 """How often it is asked who has joined or left."""
 AWAY = "it has left"
+MAX_PASSED = 16
+"""Requests that may be served before an older one that needs more room than there is."""
 MAX_SESSIONS = 65536
 """Sessions remembered; the longest unused is forgotten first and starts again wherever there is room."""
 
@@ -84,6 +88,18 @@ class _Member:
     behind: asyncio.Event = field(default_factory=asyncio.Event)  # it missed an update
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A request's place in the queue for room."""
+
+    session: str
+    cost: int
+    num_passed: int = 0
+    kept: _Member | None = None  # what nobody behind it gets
+    given: _Member | None = None
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # it was given one, or none is left
+
+
 class Router:
     """A ``Generator`` over ``engines``.
 
@@ -109,7 +125,7 @@ class Router:
         self._probe_s = probe_s
         self._wait_s = wait_s
         self._capacity = capacity or Capacity()
-        self._freed = asyncio.Event()  # something has ended, or an engine is back
+        self._queue: list[_Place] = []  # oldest first
         self._look, self._look_s = look, look_s
         self._away: Collection[str] = ()
         self._looking = asyncio.Lock()
@@ -135,8 +151,6 @@ class Router:
         cost = len(request.token_ids) + request.sampling.max_new_tokens
         while True:
             member = await self._choose(request.session, cost)
-            member.outstanding += cost
-            member.num_requests += 1
             self._serving[request.request_id] = member
             try:
                 return await self._ask(member, request)
@@ -146,10 +160,8 @@ class Router:
                 if not never_seen and not await self._may_be_repeated(request, member):
                     raise
             finally:
-                member.outstanding -= cost
-                member.num_requests -= 1
-                self._freed.set()
                 del self._serving[request.request_id]
+                self._release(member, cost)
 
     async def _ask(self, member: _Member, request: GenerationRequest) -> Completion:
         asking = asyncio.ensure_future(member.engine.generate(request))
@@ -204,22 +216,76 @@ class Router:
             await member.engine.close()
 
     async def _choose(self, session: str, cost: int) -> _Member:
-        """The session's member, if it has room, else the least loaded that has. Waits for one."""
-        await self._until_one_is_in()
-        while not (fit := [m for m in self._members if not m.trouble and self._has_room(m, cost)]):
-            self._freed.clear()
-            with waiting("room at one of them", *self._names(), limit_s=None):  # as long as what they run may take
-                await self._freed.wait()
+        """A member with room, to whose load ``cost`` is added. Waits for one."""
+        self._queue.append(place := _Place(session, cost))
+        try:
+            await self._until_given(place)
+        except BaseException:  # most of all a cancellation
+            if place.given is None:
+                self._queue.remove(place)
+                self._deal()  # what was kept for it is free for others
+            else:
+                self._release(place.given, cost)
+            raise
+        assert place.given is not None
+        return place.given
+
+    async def _until_given(self, place: _Place) -> None:
+        while True:
             await self._until_one_is_in()
-        member = self._sessions.get(session)
-        if member not in fit:
+            self._deal()
+            if place.given is None:
+                place.woken.clear()
+                with waiting("room at one of them", *self._names(), limit_s=None):  # as long as what they run may take
+                    await place.woken.wait()
+            elif not place.given.trouble:
+                return
+            else:  # it went out after it was given
+                member, place.given = place.given, None
+                self._queue.insert(0, place)
+                self._release(member, place.cost)
+
+    def _release(self, member: _Member, cost: int) -> None:
+        member.outstanding -= cost
+        member.num_requests -= 1
+        self._deal()
+
+    def _deal(self) -> None:
+        """Give what room there is to who waits for it, the oldest first."""
+        passed: list[_Place] = []
+        kept: set[_Member] = set()
+        members = [member for member in self._members if not member.trouble]
+        smallest = min((place.cost for place in self._queue), default=0)
+        for place in list(self._queue):
+            open_to_it = [member for member in members if member not in kept]
+            if not any(self._has_room(member, smallest) for member in open_to_it):
+                break
+            if fit := [member for member in open_to_it if self._has_room(member, place.cost)]:
+                self._give(place, fit)
+                for older in passed:
+                    older.num_passed += 1
+                continue
+            passed.append(place)
+            if place.num_passed >= MAX_PASSED:
+                if place.kept is None or place.kept.trouble:
+                    place.kept = min(members, key=lambda m: m.outstanding)
+                kept.add(place.kept)
+
+    def _give(self, place: _Place, fit: Sequence[_Member]) -> None:
+        """Its session's member, if that is among them, else the least loaded."""
+        member = self._sessions.get(place.session)
+        if member is None or member not in fit:
             member = min(fit, key=lambda m: m.outstanding)
-        if session:
-            self._sessions[session] = member
-            self._sessions.move_to_end(session)
+        if place.session:
+            self._sessions[place.session] = member
+            self._sessions.move_to_end(place.session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return member
+        member.outstanding += place.cost
+        member.num_requests += 1
+        self._queue.remove(place)
+        place.given = member
+        place.woken.set()
 
     def _names(self) -> list[str]:
         return [member.engine.name for member in self._members]
@@ -258,7 +324,9 @@ class Router:
 
     def _put_out(self, member: _Member, trouble: str) -> None:
         member.trouble = trouble
-        self._freed.set()  # who waits for room may now have to wait for it to come back
+        if self.is_deserted():
+            for place in self._queue:
+                place.woken.set()  # to wait for one to come back, and no longer than that may take
         if self._prober is None or self._prober.done():
             self._prober = asyncio.get_running_loop().create_task(self._probe_until_all_are_in())
 
@@ -282,4 +350,4 @@ class Router:
         else:
             member.trouble = ""
             member.behind.clear()
-            self._freed.set()
+            self._deal()

@@ -32,7 +32,7 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.rendezvous import address_towards
 from areal_hpc.config.derived import engine_ranks, takes_satellites, threads_of
 from areal_hpc.config.load import load
-from areal_hpc.config.schema import Config, EngineName, LimitsConfig
+from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import ConfigError, DataError, RunDirError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import AttemptDir, RunDir, names_in, read_json, wait_for
@@ -44,7 +44,7 @@ from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
 from areal_hpc.roles.wiring.launchers import devices_here
-from areal_hpc.roles.wiring.serving import check_sglang
+from areal_hpc.roles.wiring.servers import check_server
 
 log = logging.getLogger(__name__)
 
@@ -288,8 +288,7 @@ def require_joinable(run: RunDir, config: Config) -> None:
         raise DataError(
             f"model.path: there is no directory {config.model.path} on {socket.gethostname()}; copy it there"
         )
-    if config.generation.backend is EngineName.SGLANG:
-        check_sglang(config)
+    check_server(config)
 
 
 def device_blocks(config: Config, num_engines: int | None, environment: Mapping[str, str]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The same cases for every Generator: the scripted fake, clients of the embedded engine and of SGLang, and a router.
+"""The same cases for every Generator: the scripted fake, clients of the embedded engine, of SGLang and vLLM, a router.
 
 What a model has to do with is asked of the engines alone. They have one model, whose judge is transformers, in float32
 and in one pass over the whole sequence.
@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 from embedded_process import MAX_RUNNING, embedded
-from real_sglang import MAX_RUNNING as SGLANG_MAX_RUNNING
-from real_sglang import MAX_TOKENS, served
+from real_engines import MAX_RUNNING as REAL_MAX_RUNNING
+from real_engines import MAX_TOKENS, SGLANG, VLLM, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
 
 from areal_hpc.dialogue.renderer import load_tokenizer
@@ -35,7 +35,8 @@ LONG_PROMPT = tuple(range(40, 90))
 AFTER_A_TURN = (*PROMPT, END)
 TOLERANCE = 1e-4
 """Nats, in float32."""
-SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+VLLM_ALONE = pytest.param("vllm", marks=pytest.mark.vllm)
+REAL = [pytest.param(engine.name, marks=getattr(pytest.mark, engine.name)) for engine in (SGLANG, VLLM)]
 Opens = Callable[[], Any]
 
 
@@ -54,24 +55,34 @@ def engine_url(judge: tuple[Path, Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def sglang_url(judge: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(judge[0], tmp_path_factory.mktemp("sglang") / "sglang.log") as server:
+    with served(SGLANG, judge[0], tmp_path_factory.mktemp("sglang") / "sglang.log") as server:
         yield server.url
 
 
-@pytest.fixture(params=["scripted", "client", "router", SGLANG])
+@pytest.fixture(scope="module")
+def vllm_url(judge: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(VLLM, judge[0], tmp_path_factory.mktemp("vllm") / "vllm.log") as server:
+        yield server.url
+
+
+@pytest.fixture(params=["scripted", "client", "router", *REAL])
 def generator(request: pytest.FixtureRequest) -> Opens:
     """Opens the generator under test inside the running loop."""
     return opener(request, request.param)
 
 
-@pytest.fixture(params=["client", "router", SGLANG])
+@pytest.fixture(params=["client", "router", *REAL])
 def engine(request: pytest.FixtureRequest) -> Opens:
     """The same of those that have a model."""
     return opener(request, request.param)
 
 
 def opener(request: pytest.FixtureRequest, kind: str) -> Opens:
-    url = "" if kind == "scripted" else request.getfixturevalue("sglang_url" if kind == "sglang" else "engine_url")
+    url = (
+        ""
+        if kind == "scripted"
+        else request.getfixturevalue(f"{kind}_url" if kind in ("sglang", "vllm") else "engine_url")
+    )
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Any]:
@@ -147,9 +158,9 @@ def test_an_aborted_answer_is_a_beginning_and_says_so(generator: Opens) -> None:
     run(generator, scenario)
 
 
-@pytest.mark.parametrize("url", ["engine_url", pytest.param("sglang_url", marks=pytest.mark.sglang)])
-def test_a_request_that_the_engine_refuses_is_a_generation_error(url: str, request: pytest.FixtureRequest) -> None:
-    engine_url: str = request.getfixturevalue(url)
+@pytest.mark.parametrize("kind", ["engine", *REAL])
+def test_a_request_that_the_engine_refuses_is_a_generation_error(kind: str, request: pytest.FixtureRequest) -> None:
+    engine_url: str = request.getfixturevalue(f"{kind}_url")
 
     async def scenario() -> None:
         client = EngineClient("engine-0", engine_url, token="secret")
@@ -261,19 +272,19 @@ def kept(probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0
     return torch.zeros_like(inside).scatter(1, order, inside)
 
 
-@pytest.mark.parametrize("limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
-def test_E2_narrowed_sampling_keeps_to_its_set_and_says_whose_log_probs_it_tells(
-    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any], request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    "limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}], ids=str
+)
+def test_E2_narrowed_sampling_keeps_to_its_set_and_its_log_probs_are_of_that(
+    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any]
 ) -> None:
-    """The embedded engine's are those of the narrowed distribution, SGLang's those of the whole one."""
     completion = run(engine, lambda made: made.generate(asked(60, prompt=LONG_PROMPT, temperature=1.0, **limit)))
     told = logits(judge, LONG_PROMPT, completion)
     inside = kept(torch.softmax(told, -1), **limit)
     sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
     assert inside.gather(1, sampled).all()
     assert inside.sum() > len(completion.token_ids)  # there is something to sample from
-    whole = "sglang" in request.node.name
-    assert_logprobs(completion, told if whole else torch.where(inside, told, -torch.inf))
+    assert_logprobs(completion, torch.where(inside, told, -torch.inf))
 
 
 def test_the_end_of_a_turn_ends_the_answer_unless_it_is_to_be_ignored(engine: Opens) -> None:
@@ -364,5 +375,36 @@ def test_an_answer_that_is_aborted_before_its_first_token_is_empty(engine: Opens
         await asyncio.gather(*(made.abort(f"long{k}") for k in range(MAX_RUNNING)))
         assert [(await task).stop for task in running] == [StopReason.ABORT] * MAX_RUNNING
 
-    assert MAX_RUNNING == SGLANG_MAX_RUNNING
+    assert MAX_RUNNING == REAL_MAX_RUNNING
     run(engine, scenario)
+
+
+@pytest.mark.parametrize("kind", ["engine", VLLM_ALONE])
+def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, request: pytest.FixtureRequest) -> None:
+    """SGLang keeps statistics of every priority that it has ever seen, so it is told none and serves who came first."""
+    url: str = request.getfixturevalue(f"{kind}_url")
+    begun: list[str] = []
+
+    async def scenario() -> None:
+        ours, patient, hasty = (EngineClient("engine-0", url, token="secret", yields_s=s) for s in (0.0, 60.0, 0.001))
+
+        def ask(client: EngineClient, name: str, num: int) -> asyncio.Task[Completion]:
+            told = replace(asked(num, name), on_tokens=lambda _: name in begun or begun.append(name))
+            return asyncio.create_task(client.generate(told))
+
+        running = [ask(ours, f"long{k}", 900) for k in range(MAX_RUNNING)]
+        while len(begun) < MAX_RUNNING:
+            await asyncio.sleep(0.01)
+        waiting = []
+        for client, name in ((patient, "evaluation"), (hasty, "first"), (ours, "second")):
+            waiting.append(ask(client, name, 40))
+            await asyncio.sleep(0.1)
+        await ours.abort("long0")
+        await asyncio.gather(*waiting)
+        await asyncio.gather(*(ours.abort(f"long{k}") for k in range(MAX_RUNNING)))
+        await asyncio.gather(*running)
+        for client in (ours, patient, hasty):
+            await client.close()
+
+    asyncio.run(scenario())
+    assert begun[MAX_RUNNING:] == ["first", "second", "evaluation"]

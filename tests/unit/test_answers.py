@@ -13,6 +13,7 @@ from areal_hpc.generation.answers import (
     BadAnswer,
     Refusal,
     join_answers,
+    narrowed_body,
     new_tokens,
     parse_answer,
     reason_of,
@@ -20,6 +21,7 @@ from areal_hpc.generation.answers import (
     sampling_params,
     version_number,
 )
+from areal_hpc.generation.capabilities import Narrowed
 from areal_hpc.types import GenerationRequest, Sampling, StopReason
 
 
@@ -150,6 +152,33 @@ def test_E3_every_sampling_field_reaches_the_engine() -> None:
         sent = {key for key in after if after[key] != before.get(key)}
         assert sent == {"sampling_seed" if name == "seed" else name}
         assert after[sent.pop()] in (value, list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "top_k"), [({"top_p": 0.9}, 2048), ({"min_p": 0.1}, 2048), ({"top_k": 5}, 5), ({"top_k": 4096}, 2048)]
+)
+def test_E2_sglang_is_asked_for_the_log_probs_of_what_a_narrowed_distribution_leaves(
+    limit: dict[str, Any], top_k: int
+) -> None:
+    sampling = Sampling(max_new_tokens=8, **limit)
+    assert sampling.is_narrowed
+    plain = request_body(GenerationRequest(request_id="r", token_ids=(1,), sampling=sampling), "r", [])
+    asked = narrowed_body(plain, Narrowed.ASKED)
+    assert (asked["return_sampling_mask"], asked["sampling_params"]["top_k"]) == (True, top_k)
+    assert narrowed_body(plain, Narrowed.ALWAYS) == plain
+    with pytest.raises(BadAnswer, match=r"log-probs of the whole distribution.*install SGLang 0\.5\.21"):
+        narrowed_body(plain, Narrowed.NEVER)
+
+
+def test_what_is_not_narrowed_is_asked_for_as_ever() -> None:
+    assert not Sampling(max_new_tokens=8, temperature=0.7).is_narrowed
+    assert not Sampling(max_new_tokens=8, temperature=0.0, top_p=0.5).is_narrowed  # the likeliest is in every part
+
+
+def test_E2_log_probs_of_the_narrowed_distribution_go_before_those_of_the_whole_one() -> None:
+    assert parse(body(output_token_sampling_logprobs=[-0.1, -0.2, 0.0])).logprobs == (-0.1, -0.2, 0.0)
+    with pytest.raises(BadAnswer, match="3 tokens have 2 log-probs"):
+        parse(body(output_token_sampling_logprobs=[-0.1, -0.2]))
 
 
 def test_F2_prompt_10_limit_8_abort_after_5_asks_for_3_more() -> None:

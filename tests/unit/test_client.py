@@ -52,6 +52,21 @@ def test_an_answer_under_a_schema_that_was_interrupted_in_its_middle_is_not_cont
     assert {body["sampling_params"]["json_schema"] for body in engine.bodies("/generate")} == {"{}"}
 
 
+@pytest.mark.parametrize(("version", "complaint"), [("0.5.21", ""), ("0.5.20", "log-probs of the whole distribution")])
+def test_E2_a_narrowed_request_says_so_and_an_engine_that_cannot_tell_its_log_probs_is_not_asked(
+    version: str, complaint: str
+) -> None:
+    narrowed = replace(request(), sampling=replace(request().sampling, top_p=0.9))
+    engine = FakeEngine(info={"version": version})
+    if complaint:
+        with pytest.raises(GenerationError, match=f"fake-0.*{complaint}"):
+            drive(engine, lambda client: client.generate(narrowed))
+        assert engine.bodies("/generate") == []
+        return
+    drive(engine, lambda client: client.generate(narrowed))
+    assert [body["return_sampling_mask"] for body in engine.bodies("/generate")] == [True]
+
+
 def test_F14_a_request_that_was_sent_is_never_sent_again() -> None:
     engine = FakeEngine()
     engine.faults["/generate"] = ["drop"]

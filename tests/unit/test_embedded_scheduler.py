@@ -21,6 +21,7 @@ from embedded_engines import (
     engines,
     expected_logprobs,
     one,
+    submit,
     two_models,
 )
 
@@ -182,3 +183,24 @@ def test_a_context_beyond_the_model_is_refused(models: Models) -> None:
         EmbeddedEngine(models["old"][0], max_tokens=2049)
     with pytest.raises(DataError, match="float16"):
         EmbeddedEngine(models["old"][0], dtype="float16")
+
+
+def test_the_queue_is_in_order_of_priority_and_of_arrival_and_what_has_begun_stays_first(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(max_running=1)
+    numbers = [(5, 0), (3, 1), (5, 2), (1, 3), (3, 4), (1, 5), (9, 6)]
+    begun: list[int] = []
+
+    def sequence(priority: int, number: int) -> Any:
+        [made] = engine.sequences(PROMPT, replace(FREE, max_new_tokens=3), priority=priority)
+        made.listener = lambda _: None if number in begun else begun.append(number)
+        return made
+
+    first = sequence(7, -1)
+    others = [sequence(priority, number) for priority, number in numbers]
+    at_token(first, 1, lambda: (begun.append(-1), engine.scheduler.retract(), engine.scheduler.submit(others)))
+    submit(engine, first)
+    for one_of_them in (first, *others):
+        one_of_them.done.result(LIMIT_S)
+    assert begun == [-1, *(number for _, number in sorted(numbers))]

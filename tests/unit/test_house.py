@@ -67,7 +67,7 @@ DOORS = {
         "scorer.py",
     ),
     "llguidance": ("dialogue/grammar.py",),
-    "aiohttp": ("generation/connection.py", "generation/embedded/", "proxy/"),
+    "aiohttp": ("generation/connection.py", "generation/embedded/", "generation/vllm/", "proxy/"),
     "openai": ("proxy/agent.py",),
     "mpi4py": ("cluster/rendezvous.py",),
     "msgpack": ("buffer/",),
@@ -79,8 +79,9 @@ DOORS = {
     "matplotlib": ("report/curves.py",),
     "rich": ("report/",),
     "sglang": ("generation/sglang/cpu_platform.py",),  # imported by SGLang itself, in an environment of its own
+    "vllm": ("generation/vllm/",),  # what runs in vLLM's own environment
 }
-NEVER = {"vllm", "ray"}
+NEVER = {"ray"}
 TORCHLESS = {
     "types",
     "waits",

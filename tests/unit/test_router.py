@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation import router as router_module
 from areal_hpc.generation.connection import EngineLost, EngineRefused
-from areal_hpc.generation.router import Capacity, Router
+from areal_hpc.generation.router import MAX_PASSED, Capacity, Router
 from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 
@@ -129,6 +130,68 @@ def test_a_request_longer_than_an_engine_may_have_goes_alone() -> None:
         assert stubs[0].served == ["long", "other"]
 
     drive(scenario, num=1, capacity=Capacity(max_tokens=50))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_large_request_does_not_starve_behind_small_ones_and_stops_no_other_engine(num: int) -> None:
+    """Small ones come for ever, so that there is never room for it on its own account."""
+
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        def ask(name: str, tokens: int) -> asyncio.Task[Any]:
+            return asyncio.create_task(router.generate(request(name, num=tokens)))
+
+        running = [ask(f"first{k}", 10) for k in range(2 * num)]
+        await until(lambda: sum(len(stub.served) for stub in stubs) == 2 * num)
+        large = ask("large", 35)  # with its prompt as much as an engine may have, where 30 are taken
+        for stub in stubs:
+            stub.gate.set()
+        after = 0
+        while not large.done():
+            after += 1
+            running.append(ask(f"later{after}", 10))
+            await asyncio.sleep(0)
+            assert after < 1000, "it has starved"
+        passed = [stub.served[: stub.served.index("large")] for stub in stubs if "large" in stub.served]
+        assert sum(name.startswith("later") for name in passed[0]) <= MAX_PASSED
+        await asyncio.gather(*running)
+        assert sorted(name for stub in stubs for name in stub.served if name.startswith("later")) == sorted(
+            f"later{k}" for k in range(1, after + 1)
+        )
+
+    drive(scenario, num=num, capacity=Capacity(max_tokens=40))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_no_request_is_passed_by_more_than_so_many_younger_ones(costs: list[int], random: Random) -> None:
+    """All ask at once, and what runs ends in any order."""
+
+    async def body() -> None:
+        router = Router([stub := Stub("engine-0")], wait_s=5.0, capacity=Capacity(max_tokens=65))
+        begun: list[int] = []
+        ends = [asyncio.Event() for _ in costs]
+
+        async def generate(asked: GenerationRequest) -> Completion:
+            begun.append(int(asked.request_id))
+            await ends[begun[-1]].wait()
+            return await ScriptedGenerator([[1]]).generate(asked)
+
+        stub.generate = generate  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(router.generate(request(str(k), num=cost))) for k, cost in enumerate(costs)]
+        ended: set[int] = set()
+        async with asyncio.timeout(30):
+            while len(ended) < len(costs):
+                await asyncio.sleep(0)
+                assert all(tokens <= 65 for tokens in router.outstanding().values())
+                if running := [k for k in begun if k not in ended]:
+                    ended.add(one := random.choice(running))
+                    ends[one].set()
+            await asyncio.gather(*tasks)
+        for place, number in enumerate(begun):
+            assert sum(younger > number for younger in begun[:place]) <= MAX_PASSED
+        await router.close()
+
+    asyncio.run(body())
 
 
 def test_who_waits_for_room_goes_on_when_the_full_engine_is_lost_and_comes_back() -> None:

@@ -20,10 +20,14 @@ from areal_hpc.accelerator import CPU, CUDA
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import ConfigError, GenerationError
-from areal_hpc.generation.sglang import plugin, server
-from areal_hpc.generation.sglang.arguments import ServerSpec, argument, server_arguments, server_environment
-from areal_hpc.generation.sglang.server import LAUNCHER, SglangServer, reserved_port, serving
-from areal_hpc.roles.wiring import serving as wiring
+from areal_hpc.generation.external import process as server
+from areal_hpc.generation.external.process import LAUNCHER, ServerProcess, reserved_port
+from areal_hpc.generation.external.spec import ServerSpec, argument
+from areal_hpc.generation.sglang import plugin
+from areal_hpc.generation.sglang.arguments import server_arguments, server_environment
+from areal_hpc.generation.sglang.server import load as load_of
+from areal_hpc.generation.sglang.server import serving
+from areal_hpc.roles.wiring import servers as wiring
 from areal_hpc.telemetry import add_secret
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -135,7 +139,7 @@ def launch(environment: dict[str, str], **order: Any) -> subprocess.Popen[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509  as a role process has it
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps({"parent": os.getpid(), **order}))
+    process.stdin.write(json.dumps({"parent": os.getpid(), "module": "sglang.launch_server", **order}))
     process.stdin.close()
     return process
 
@@ -209,7 +213,7 @@ HTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
 
 
 def serve(
-    tmp_path: Path, use: Callable[[SglangServer], Awaitable[None]], *, fault: str = "none", start_s: float = 60.0
+    tmp_path: Path, use: Callable[[ServerProcess], Awaitable[None]], *, fault: str = "none", start_s: float = 60.0
 ) -> Path:
     """Run ``use`` with such a server; its log."""
     add_secret(KEY)
@@ -227,17 +231,17 @@ def serve(
     return log
 
 
-async def nothing(_: SglangServer) -> None:
+async def nothing(_: ServerProcess) -> None:
     pass
 
 
 def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) -> None:
-    seen: list[SglangServer] = []
+    seen: list[ServerProcess] = []
 
-    async def use(started: SglangServer) -> None:
+    async def use(started: ServerProcess) -> None:
         seen.append(started)
         assert started.alive()
-        assert await started.load() == {"version": 7, "running": 2, "queued": 4, "tokens": 741}
+        assert await load_of(started) == {"version": 7, "running": 2, "queued": 4, "tokens": 741}
 
     log = serve(tmp_path, use)
     assert not seen[0].alive()
@@ -272,9 +276,9 @@ def test_a_server_that_does_not_answer_any_more_is_given_up(tmp_path: Path, monk
     monkeypatch.setattr(server, "ANSWER_S", 0.3)
     monkeypatch.setattr(server, "STOP_S", 0.1)
 
-    async def use(started: SglangServer) -> None:
+    async def use(started: ServerProcess) -> None:
         with pytest.raises(GenerationError, match="did not answer /model_info"):
-            await started.load()
+            await load_of(started)
 
     serve(tmp_path, use, fault="stops")
 
@@ -300,10 +304,10 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
         python.chmod(0o700)
     config = load([QUICKSTART], ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"])
     if not complaint:
-        wiring.check_sglang(config)
+        wiring.check_server(config)
         return
     with pytest.raises(ConfigError, match=rf"generation\.python: .*{complaint}(.|\n)*examples/sglang_environment"):
-        wiring.check_sglang(config)
+        wiring.check_server(config)
 
 
 def test_an_interpreter_that_does_not_answer_is_a_mistake_of_the_configuration_and_no_traceback(
@@ -315,7 +319,7 @@ def test_an_interpreter_that_does_not_answer_is_a_mistake_of_the_configuration_a
     python.chmod(0o700)
     config = load([QUICKSTART], ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"])
     with pytest.raises(ConfigError, match=rf"generation\.python: {python} has not said in 0.2 s(.|\n)*try again"):
-        wiring.check_sglang(config)
+        wiring.check_server(config)
 
 
 def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> None:

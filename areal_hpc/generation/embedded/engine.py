@@ -92,6 +92,7 @@ class EmbeddedEngine:
         request_id: str = "",
         logprob_start: int | None = None,
         num_top: int = 0,
+        priority: int = 0,
     ) -> list[Sequence]:
         """``params.n`` new sequences for one prompt, checked but not submitted.
 
@@ -113,6 +114,7 @@ class EmbeddedEngine:
                 version=self.scheduler.version,
                 logprob_start=logprob_start,
                 num_top=num_top,
+                priority=priority,
                 tracker=IncrementalText(self.text.decode) if params.stop and self.text else None,
                 matcher=self._matcher(params),
             )

@@ -3,7 +3,7 @@
     while open:
         run what other threads asked for (submit, abort, pause, load weights): between two steps, never within one
         nothing to do, or held: wait for the next such call
-        admit waiting sequences to free rows, oldest first
+        admit waiting sequences to free rows, by priority, and of one priority the oldest first
         decode one token for every running sequence
 
 Generation is *held* for named reasons: ``pause`` (asked for), ``quarantine`` (a weight update failed). While one of
@@ -119,7 +119,15 @@ class Scheduler:
             raise GenerationError("the engine has ended")
         if QUARANTINE in self.holds:
             raise Quarantined("the engine missed part of a weight update; it serves nothing until it is reloaded whole")
-        self._waiting.extend(sequences)
+        for sequence in sequences:
+            place = len(self._waiting)
+            while place and self._goes_before(sequence, self._waiting[place - 1]):
+                place -= 1
+            self._waiting.insert(place, sequence)
+
+    def _goes_before(self, newcomer: Sequence, other: Sequence) -> bool:
+        """What has begun and was put back goes before all that has not."""
+        return newcomer.priority < other.priority and not other.token_ids
 
     def abort(self, request_id: str | None, message: str = "aborted by request") -> int:
         """End the sequences of ``request_id`` (None: all) with the tokens they have; how many there were."""
@@ -222,7 +230,7 @@ class Scheduler:
             self._settle(self._runner.decode(), running)
 
     def _next_waiting(self) -> list[Sequence]:
-        """Waiting sequences for free rows, oldest first, within the prefill budget."""
+        """The first of those that wait, for free rows, within the prefill budget."""
         chosen: list[Sequence] = []
         longest = 0
         for sequence in islice(self._waiting, self._runner.max_running - len(self._runner.running)):

@@ -23,7 +23,7 @@ from areal_hpc.generation.embedded.exchange import errors_as_answers, guard, nee
 from areal_hpc.generation.embedded.scheduler import PAUSE, QUARANTINE
 from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence
 from areal_hpc.generation.embedded.stream import HEADERS, Stream
-from areal_hpc.generation.embedded.weight_routes import WeightRoutes
+from areal_hpc.generation.embedded.weight_routes import ParameterRoutes, WeightRoutes
 from areal_hpc.generation.embedded.wire import answer, parse_generate
 
 VERSION = "areal-embedded"
@@ -43,12 +43,16 @@ async def start_server(engine: EmbeddedEngine, *, host: str = "127.0.0.1", token
         token: what every request must bring as ``Authorization: Bearer``; empty asks for nothing.
     """
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(token), errors_as_answers])
-    application.add_routes([*EngineRoutes(engine).table(), *WeightRoutes(engine).table()])
+    application.add_routes([*EngineRoutes(engine).table(), *_weight_routes(engine)])
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)
     await runner.setup()
     await web.TCPSite(runner, host, 0).start()
     port = runner.addresses[0][1]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}", runner
+
+
+def _weight_routes(engine: EmbeddedEngine) -> list[web.RouteDef]:
+    return [*WeightRoutes(engine.updates).table(), *ParameterRoutes(engine.updates).table()]
 
 
 class EngineRoutes:
@@ -87,7 +91,12 @@ class EngineRoutes:
             sequence
             for prompt, request_id, params in zip(asked.prompts, asked.request_ids, asked.params, strict=True)
             for sequence in self._engine.sequences(
-                prompt, params, request_id=request_id, logprob_start=asked.logprob_start, num_top=asked.num_top
+                prompt,
+                params,
+                request_id=request_id,
+                logprob_start=asked.logprob_start,
+                num_top=asked.num_top,
+                priority=asked.priority,
             )
         ]
         stream = Stream(sequences, asked, self._engine.text) if asked.stream else None
@@ -166,7 +175,7 @@ class EngineRoutes:
         stats = self._scheduler.stats()
         info = {
             "version": VERSION,
-            "areal_hpc": {"checksums": True, "deltas": True, "stages": True},
+            "areal_hpc": {"checksums": True, "deltas": True, "stages": True, "priorities": True},
             "model_path": str(self._engine.model_path),
             "dtype": self._engine.dtype,
             "max_running_requests": self._engine.max_running,

@@ -286,32 +286,3 @@ def _receive_each(session: _Session, group: dist.ProcessGroup, specs: Sequence[T
         return weights
 
     return proven
-
-
-def specs_from(
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    checksums: Sequence[int] | None,
-    nums_changed: Sequence[int | None] | None = None,
-) -> tuple[TensorSpec, ...]:
-    """One spec for each tensor of a request; without ``checksums`` their field means nothing.
-
-    Raises:
-        WeightUpdateError: the lists differ in length, a dtype is unknown, or there are deltas without checksums.
-    """
-    if nums_changed is not None and checksums is None:
-        raise WeightUpdateError("a delta needs the checksum of what it makes; send checksums, or whole tensors")
-    nums_changed = [None] * len(names) if nums_changed is None else nums_changed
-    checksums = [0] * len(names) if checksums is None else checksums
-    if not len(names) == len(dtypes) == len(shapes) == len(checksums) == len(nums_changed):
-        raise WeightUpdateError("names, dtypes, shapes, checksums and nums_changed must have one entry for each tensor")
-    specs = tuple(
-        TensorSpec(
-            name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape), checksum=crc, num_changed=num_changed
-        )
-        for name, dtype, shape, crc, num_changed in zip(names, dtypes, shapes, checksums, nums_changed, strict=True)
-    )
-    for spec in specs:
-        dtype_named(spec.dtype)
-    return specs

@@ -1,19 +1,18 @@
-"""The HTTP routes by which weights come in and are read back."""
+"""The HTTP routes by which weights come in, of every engine that we serve, and by which the embedded one's are read."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from areal_hpc.buckets import dtype_named
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.exchange import need, outcome, read_body
-from areal_hpc.generation.embedded.updates import specs_from
-from areal_hpc.types import GroupAddress
+from areal_hpc.types import GroupAddress, TensorSpec
 
 DEFAULT_GROUP = "weight_update_group"
 FLATTENED = "flattened_bucket"
@@ -21,11 +20,55 @@ FLATTENED = "flattened_bucket"
 T = TypeVar("T")
 
 
+class Updates(Protocol):
+    """What an engine does with new weights; ``embedded/updates.py`` explains it. Calls block, and are made in threads.
+
+    Every method raises WeightUpdateError when the weights could not be taken as asked.
+    """
+
+    def join(self, address: GroupAddress, rank: int) -> None: ...
+
+    def leave(self, name: str) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def load_bucket(
+        self,
+        group: str,
+        specs: Sequence[TensorSpec],
+        *,
+        flattened: bool,
+        checked: bool,
+        version: str | None,
+        flush_cache: bool,
+        abort_all: bool,
+    ) -> None: ...
+
+    def end(self) -> None: ...
+
+    def load_directory(self, directory: Path, version: str | None, *, flush_cache: bool, abort_all: bool) -> int: ...
+
+    def name_version(self, version: str, *, abort_all: bool) -> None: ...
+
+
+class Readable(Protocol):
+    """An engine that tells what it holds."""
+
+    def checksums(self) -> dict[str, int]: ...
+
+    def first_values(self, name: str, num: int) -> list[list[float]]: ...
+
+
+async def _run(action: Callable[[], T]) -> T:
+    """Run ``action`` in a thread that may block on the trainer."""
+    return await asyncio.shield(asyncio.to_thread(action))
+
+
 class WeightRoutes:
     """One method for each route. Each runs to its end even when the client hangs up: half an update helps nobody."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._updates = engine.updates
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -36,14 +79,7 @@ class WeightRoutes:
             web.post("/end_weight_update", self.end),
             web.post("/update_weights_from_disk", self.from_disk),
             web.post("/update_weight_version", self.name_version),
-            web.post("/weights_checker", self.check),
-            web.get("/get_weights_by_name", self.first_values),
-            web.post("/get_weights_by_name", self.first_values),
         ]
-
-    async def _run(self, action: Callable[[], T]) -> T:
-        """Run ``action`` in a thread that may block on the trainer."""
-        return await asyncio.shield(asyncio.to_thread(action))
 
     async def init_group(self, request: web.Request) -> web.Response:
         body = await read_body(request)
@@ -55,16 +91,16 @@ class WeightRoutes:
             world_size=int(world_size),
             backend=body.get("backend", "gloo"),
         )
-        await self._run(lambda: self._updates.join(address, int(rank)))
+        await _run(lambda: self._updates.join(address, int(rank)))
         return outcome(True, f"Joined group {address.name} as rank {rank} of {world_size}.")
 
     async def destroy_group(self, request: web.Request) -> web.Response:
         name = (await read_body(request)).get("group_name", DEFAULT_GROUP)
-        await self._run(lambda: self._updates.leave(name))
+        await _run(lambda: self._updates.leave(name))
         return outcome(True, f"Left group {name}.")
 
     async def begin(self, _: web.Request) -> web.Response:
-        await self._run(self._updates.begin)
+        await _run(self._updates.begin)
         return outcome(True, "Weight update begun.")
 
     async def from_distributed(self, request: web.Request) -> web.Response:
@@ -76,7 +112,7 @@ class WeightRoutes:
         if load_format is None and body.get("nums_changed") is not None:
             raise WeightUpdateError(f"deltas come packed; send load_format {FLATTENED}")
         specs = specs_from(names, dtypes, shapes, body.get("checksums"), body.get("nums_changed"))
-        await self._run(
+        await _run(
             lambda: self._updates.load_bucket(
                 body.get("group_name", DEFAULT_GROUP),
                 specs,
@@ -88,34 +124,48 @@ class WeightRoutes:
         return outcome(True, f"Loaded {len(specs)} tensors.")
 
     async def end(self, _: web.Request) -> web.Response:
-        await self._run(self._updates.end)
+        await _run(self._updates.end)
         return outcome(True, "Weight update ended.")
 
     async def from_disk(self, request: web.Request) -> web.Response:
         body = await read_body(request)
         directory = Path(need(body, "model_path")[0])
-        num_paused = await self._run(lambda: self._updates.load_directory(directory, **_manner(body)))
+        num_paused = await _run(lambda: self._updates.load_directory(directory, **_manner(body)))
         return outcome(True, f"Loaded {directory}.", num_paused_requests=num_paused)
 
     async def name_version(self, request: web.Request) -> web.Response:
         body = await read_body(request)
         version = str(need(body, "new_version")[0])
         abort_all = body.get("abort_all_requests", True)
-        await self._run(lambda: self._updates.name_version(version, abort_all=abort_all))
+        await _run(lambda: self._updates.name_version(version, abort_all=abort_all))
         return outcome(True, f"Weight version is {version}.", new_version=version)
+
+
+class ParameterRoutes:
+    """What the engine holds, to be compared."""
+
+    def __init__(self, updates: Readable) -> None:
+        self._updates = updates
+
+    def table(self) -> list[web.RouteDef]:
+        return [
+            web.post("/weights_checker", self.check),
+            web.get("/get_weights_by_name", self.first_values),
+            web.post("/get_weights_by_name", self.first_values),
+        ]
 
     async def check(self, request: web.Request) -> web.Response:
         """CRC-32C of every parameter: ``ranks`` has one entry, for this engine has one rank."""
         action = (await read_body(request)).get("action", "checksum")
         if action != "checksum":
             raise WeightUpdateError(f"action {action!r} is not supported; use checksum")
-        checksums = await self._run(self._updates.checksums)
+        checksums = await _run(self._updates.checksums)
         return outcome(True, f"Checksums of {len(checksums)} tensors.", ranks=[{"checksums": checksums}])
 
     async def first_values(self, request: web.Request) -> web.Response:
         body = {**request.query, **await read_body(request)}
         name, num = need(body, "name")[0], int(body.get("truncate_size", 100))
-        return web.json_response(await self._run(lambda: self._updates.first_values(name, num)))
+        return web.json_response(await _run(lambda: self._updates.first_values(name, num)))
 
 
 def _manner(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,3 +176,32 @@ def _manner(body: Mapping[str, Any]) -> dict[str, Any]:
         "flush_cache": bool(body.get("flush_cache", True)),
         "abort_all": bool(body.get("abort_all_requests", False)),
     }
+
+
+def specs_from(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    checksums: Sequence[int] | None,
+    nums_changed: Sequence[int | None] | None = None,
+) -> tuple[TensorSpec, ...]:
+    """One spec for each tensor of a request; without ``checksums`` their field means nothing.
+
+    Raises:
+        WeightUpdateError: the lists differ in length, a dtype is unknown, or there are deltas without checksums.
+    """
+    if nums_changed is not None and checksums is None:
+        raise WeightUpdateError("a delta needs the checksum of what it makes; send checksums, or whole tensors")
+    nums_changed = [None] * len(names) if nums_changed is None else nums_changed
+    checksums = [0] * len(names) if checksums is None else checksums
+    if not len(names) == len(dtypes) == len(shapes) == len(checksums) == len(nums_changed):
+        raise WeightUpdateError("names, dtypes, shapes, checksums and nums_changed must have one entry for each tensor")
+    specs = tuple(
+        TensorSpec(
+            name=name, dtype=dtype.removeprefix("torch."), shape=tuple(shape), checksum=crc, num_changed=num_changed
+        )
+        for name, dtype, shape, crc, num_changed in zip(names, dtypes, shapes, checksums, nums_changed, strict=True)
+    )
+    for spec in specs:
+        dtype_named(spec.dtype)
+    return specs

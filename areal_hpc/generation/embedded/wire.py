@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from areal_hpc.dialogue.text import Text, first_stop
 from areal_hpc.errors import DataError
@@ -22,6 +22,7 @@ FIELDS = {
     "return_text_in_logprobs",
     "stream",
     "routing_key",  # for routers in front of engines
+    "priority",  # lower is earlier
 }
 
 
@@ -38,13 +39,14 @@ class GenerateRequest:
     text_in_logprobs: bool
     stream: bool
     single: bool
+    priority: int
 
 
 def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateRequest:
     """Raises DataError naming what is wrong or what this engine does not do."""
     refused = sorted(key for key, value in body.items() if key not in FIELDS and value not in (None, False))
     if refused:
-        raise DataError(f"fields {refused} are not supported by the embedded engine; leave them out")
+        raise DataError(f"fields {refused} are not supported here; leave them out")
     prompts, batched = _prompts(body, text)
     params = _for_each(body.get("sampling_params") or {}, len(prompts), dict, "sampling_params")
     parsed = tuple(SamplingParams.parse(given) for given in params)
@@ -60,6 +62,7 @@ def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateReques
         text_in_logprobs=bool(body.get("return_text_in_logprobs", False)),
         stream=bool(body.get("stream", False)),
         single=not batched and parsed[0].n == 1,
+        priority=_integer(body, "priority", 0),
     )
 
 
@@ -155,7 +158,20 @@ def _logprobs(sequence: Sequence, request: GenerateRequest, text: Text | None, n
     return fields
 
 
-def final_text(sequence: Sequence, text: Text | None) -> str:
+class Ended(Protocol):
+    """A sequence that has finished, whichever engine sampled it."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def finish_reason(self) -> Mapping[str, Any] | None: ...
+
+
+def final_text(sequence: Ended, text: Text | None) -> str:
     """The text of all tokens, without the stop string or token that ended it unless ``no_stop_trim``."""
     if text is None:
         return ""

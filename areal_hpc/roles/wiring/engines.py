@@ -27,6 +27,10 @@ from areal_hpc.telemetry import add_secret
 
 log = logging.getLogger(__name__)
 
+EVALUATION_YIELDS_S = 60.0
+"""What training asks for goes before an evaluation's request that came so much earlier, and no later: where engines
+always have more to do than they can, an evaluation would never end else."""
+
 
 def dotted(path: str, key: str) -> Any:
     """The object that ``module:name`` names.
@@ -160,6 +164,7 @@ def _client(process: RoleProcess, index: int, endpoint: Mapping[str, Any]) -> En
         token=first.token,
         limits=limits,
         incarnation=first.incarnation,
+        yields_s=EVALUATION_YIELDS_S if process.role == "evaluator" else 0.0,
         locate=locate,
     )
 

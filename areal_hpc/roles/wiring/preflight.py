@@ -6,15 +6,15 @@ import asyncio
 from pathlib import Path
 
 from areal_hpc.config.recipes import is_offline, reference_of
-from areal_hpc.config.schema import Config, EngineName, TrainerBackendName
+from areal_hpc.config.schema import Config, TrainerBackendName
 from areal_hpc.dialogue.renderer import load_tokenizer
-from areal_hpc.errors import ConfigError, DataError
+from areal_hpc.errors import DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.engines import check_model_path, dotted
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
-from areal_hpc.roles.wiring.serving import check_sglang
+from areal_hpc.roles.wiring.servers import check_server
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.training.megatron.requirements import check_model, require_kernel, require_megatron
 
@@ -50,10 +50,7 @@ def preflight(config: Config) -> None:
 
 
 def _refuse_what_cannot_start(config: Config) -> None:
-    if config.generation.backend is EngineName.VLLM:
-        raise ConfigError("generation.backend: this version cannot start vllm; use sglang or embedded")
-    if config.generation.backend is EngineName.SGLANG:
-        check_sglang(config)
+    check_server(config)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
         require_megatron()
         require_kernel(config.trainer.attention)

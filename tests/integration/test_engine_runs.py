@@ -1,4 +1,4 @@
-"""A whole run on the real SGLang server, whose process is killed on the way."""
+"""A whole run on a real SGLang or vLLM server, whose process is killed on the way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 from launched import STEPS, Launched, launched
-from real_sglang import PYTHON, START_S, unusable
+from real_engines import REAL, START_S, RealEngine
 from tiny_models import make_model
 
-from areal_hpc.generation.sglang.server import LAUNCHER
+from areal_hpc.generation.external.process import LAUNCHER
 from areal_hpc.report import prove_run
 
-pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1000)]
 
 LIMIT_S = 450.0
 LARGEST_GAP = 1e-4
@@ -25,12 +25,15 @@ def server_of(started: Launched) -> psutil.Process:
     return next(child for child in children if str(LAUNCHER) in child.cmdline())
 
 
-def test_a_run_on_sglang_outlives_its_server_and_its_log_probs_are_the_trainers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", [pytest.param(engine, marks=getattr(pytest.mark, engine.name), id=engine.name) for engine in REAL]
+)
+def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(tmp_path: Path, engine: RealEngine) -> None:
     """Nothing is stale here, so that the gap between the log-probs of engine and trainer has no other reason than
     wrong weights or a wrong computation."""
-    assert not unusable(), unusable()
-    make_model(tmp_path / "model", "llama", seed=3)
-    words = ["generation.backend=sglang", f"generation.python={PYTHON}", "generation.max_running=8"]
+    assert not engine.unusable(), engine.unusable()
+    make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
+    words = [f"generation.backend={engine.name}", f"generation.python={engine.python}", "generation.max_running=8"]
     words += ["buffer.max_staleness=0", f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}"]
     with launched(tmp_path, tmp_path / "model", *words) as started:
         started.wait_for_step(2, LIMIT_S)

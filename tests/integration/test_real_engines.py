@@ -1,4 +1,4 @@
-"""What training needs of the real SGLang server besides answers: weights that arrive whole, and an orderly end.
+"""What training needs of real SGLang and vLLM servers besides answers: weights that arrive whole, an orderly end.
 
 The judge of log-probs is transformers, in float32 and in one pass over the whole sequence.
 """
@@ -17,17 +17,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from real_sglang import served
+from real_engines import REAL, SGLANG, RealEngine, served
 from tiny_models import make_model
 
 from areal_hpc.generation.client import EngineClient
-from areal_hpc.generation.sglang.server import SglangServer
+from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.telemetry import add_secret
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
-
-pytestmark = pytest.mark.sglang
 
 PROMPT = tuple(range(40, 90))
 NAMES = itertools.count()
@@ -37,17 +35,17 @@ TOLERANCE = 1e-4
 
 def tied_model(directory: Path, seed: int) -> Any:
     """SGLang tells the parameters of Llama models alone; with a tied head, which an update must reach as well."""
-    return make_model(directory, "llama", seed, tie_word_embeddings=True)
+    return make_model(directory, "llama", seed, tie_word_embeddings=True, num_attention_heads=2, num_key_value_heads=1)
 
 
 class World:
     """One server, and the transformers model of every version that it was ever brought to."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, engine: RealEngine, directory: Path) -> None:
+        self.engine, self.directory = engine, directory
         self.models = {0: tied_model(directory / "model", 0)}
         self.version = 0
-        self.server: SglangServer
+        self.server: ServerProcess
 
     def new_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Those of the next version, in Hugging Face names; the head is tied to the embedding."""
@@ -69,17 +67,20 @@ class World:
         )
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("world"))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(engine, marks=getattr(pytest.mark, engine.name), id=engine.name) for engine in REAL],
+)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(request.param, tmp_path_factory.mktemp("world"))
     add_secret("secret")
-    with served(made.directory / "model", made.directory / "sglang.log") as made.server:
+    with served(made.engine, made.directory / "model", made.directory / "engine.log") as made.server:
         yield made
 
 
 def drive(world: World, scenario: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def within() -> Any:
-        client = EngineClient("sglang-0", world.server.url, token="secret")
+        client = EngineClient("engine-0", world.server.url, token="secret")
         try:
             return await scenario(client)
         finally:
@@ -93,12 +94,14 @@ def asked(num: int) -> GenerationRequest:
     return GenerationRequest(request_id=f"r{next(NAMES)}", token_ids=PROMPT, sampling=sampling)
 
 
-async def until_running(world: World, client: EngineClient) -> None:
+async def until_running(world: World) -> None:
+    path = "/v1/loads?include=core" if world.engine is SGLANG else "/server_info"
     async with asyncio.timeout(60), aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
         while True:
-            async with session.get(world.server.url + "/v1/loads?include=core") as answer:
-                if (await answer.json())["loads"][0]["num_running_reqs"]:
-                    return
+            async with session.get(world.server.url + path) as answer:
+                told = await answer.json()
+            if told["loads"][0]["num_running_reqs"] if world.engine is SGLANG else told["num_running"]:
+                return
             await asyncio.sleep(0.02)
 
 
@@ -126,7 +129,7 @@ def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind:
             else DiskTransport(tmp_path / "weights", [client], epoch=version, file_bytes=50_000, timeout_s=100)
         )
         asking = asyncio.create_task(client.generate(asked(900)))
-        await until_running(world, client)
+        await until_running(world)
         await transport.publish(version, iter(weights))
         across, after = await asyncio.gather(asking, client.generate(asked(40)))
         assert set(across.versions.tolist()) == {version - 1, version}
@@ -135,10 +138,11 @@ def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind:
         assert after.versions.tolist() == [version] * 40
         np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(across.logprobs, world.logprobs(across), atol=TOLERANCE, rtol=0)
-        held = await parameters(world, [name for name, _ in weights])
-        for name, tensor in weights:
-            rows = held[name][: len(tensor)]  # behind those of the vocabulary it keeps some for padding
-            assert torch.equal(rows.view(tensor.shape), tensor), name
+        if world.engine is SGLANG:  # vLLM keeps its parameters in other forms, and tells none
+            held = await parameters(world, [name for name, _ in weights])
+            for name, tensor in weights:
+                rows = held[name][: len(tensor)]  # behind those of the vocabulary it keeps some for padding
+                assert torch.equal(rows.view(tensor.shape), tensor), name
         await transport.close()
 
     drive(world, scenario)
@@ -164,18 +168,24 @@ def test_nobody_else_can_read_the_key_or_reach_the_server(world: World) -> None:
     server = psutil.Process(world.server.pid)
     for process in (server, *server.children(recursive=True)):
         assert "secret" not in " ".join(process.cmdline())
-    assert "secret" not in (world.directory / "sglang.log").read_text()
+    assert "secret" not in (world.directory / "engine.log").read_text()
     port = int(world.server.url.rpartition(":")[2])
     heard = [c for c in server.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
     assert [connection.laddr.ip for connection in heard] == ["127.0.0.1"]
 
 
-def test_a_scheduler_that_is_killed_takes_the_server_down(world: World) -> None:
+def test_an_engine_process_that_is_killed_takes_the_server_down(world: World) -> None:
     """The last one on this server: the generator sees it, ends, and is started again."""
     server = psutil.Process(world.server.pid)
-    [scheduler] = [child for child in server.children() if "schedul" in child.name() + " ".join(child.cmdline())]
-    scheduler.kill()
+    [engine] = [child for child in server.children() if computes(child)]
+    engine.kill()
     deadline = time.monotonic() + 60
     while world.server.alive():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def computes(process: psutil.Process) -> bool:
+    """Whether it is the one in which the model is, by how engines call theirs."""
+    title = process.name() + " ".join(process.cmdline())
+    return "schedul" in title or "EngineCore" in title

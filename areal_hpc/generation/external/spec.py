@@ -1,0 +1,74 @@
+"""What an engine's server is started with, whichever engine it is, as pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.accelerator import Accelerator
+
+FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that would bring modules of this process's environment into the engine's."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+"""An engine asks itself over HTTP while it starts, and fetches nothing: its model is a directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """One server."""
+
+    model_path: str
+    dtype: str
+    host: str
+    key: str = field(repr=False)
+    """What every request must bring as ``Authorization: Bearer``."""
+    accelerator: Accelerator
+    max_running: int
+    """Sequences decoded at once."""
+    max_tokens: int
+    """Longest sequence, prompt and answer together."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    seed: int = 0
+    version: str = "0"
+    """Version of the weights in ``model_path``."""
+    update_timeout_s: float = 120.0
+    """Longest time of one step of a weight update, where the engine is told."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by the engine's names, which win over what is chosen here."""
+
+
+def named(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra`` by names with underscores, however a person wrote them."""
+    return {name.lstrip("-").replace("-", "_"): value for name, value in extra.items()}
+
+
+def argument(name: str, value: Any) -> list[str]:
+    """One argument as words: a flag for true, nothing for false and null, JSON for a mapping, a list word by word."""
+    option = "--" + name.replace("_", "-")
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [option]
+    if isinstance(value, Mapping):
+        return [option, json.dumps(dict(value))]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [option, *map(str, value)]
+    return [option, str(value)]
+
+
+def words(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> list[str]:
+    """A command line of ``arguments``, in which those of ``extra`` win."""
+    return [word for name, value in ({**arguments, **named(extra)}).items() for word in argument(name, value)]
+
+
+def own_environment(inherited: Mapping[str, str], but: Iterable[str] = ()) -> dict[str, str]:
+    """``inherited`` without what belongs to this process alone, and without ``but``.
+
+    Devices stay as they are: whoever started this process has chosen them.
+    """
+    dropped = {*FOREIGN, *PROXIES, *(name.upper() for name in PROXIES), *but}
+    kept = {name: value for name, value in inherited.items() if name not in dropped}
+    return kept | {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}  # run by path: the files beside it are no modules

