@@ -192,7 +192,7 @@ def test_J17_nothing_is_shut_down_by_a_finaliser() -> None:
             assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), path
 
 
-def test_no_device_is_named_outside_the_accelerator() -> None:
+def test_K6_no_device_is_named_outside_the_accelerator() -> None:
     """K6: a CUDA-only call outside the device layer breaks every other device."""
     for path in FILES:
         if path.name in ("accelerator.py", "compat.py"):  # compat.py answers what megatron asks of a device
