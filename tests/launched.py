@@ -155,7 +155,19 @@ def launched(
 ) -> Iterator[Launched]:
     """Start run ``name`` of ``CONFIG`` in ``directory``; whatever it leaves is killed by pid in the end."""
     words = (*arguments(directory, model), f"name={name}", *words)
-    started = Launched(directory / name, *words, fresh=fresh, command=command)
+    with _ended(Launched(directory / name, *words, fresh=fresh, command=command)) as started:
+        yield started
+
+
+@contextmanager
+def resumed(run: RunDir, *words: str) -> Iterator[Launched]:
+    """Go on with a run by its directory alone."""
+    with _ended(Launched(run.root, str(run.root), *words, command="resume")) as started:
+        yield started
+
+
+@contextmanager
+def _ended(started: Launched) -> Iterator[Launched]:
     try:
         yield started
     finally:

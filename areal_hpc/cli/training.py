@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +14,6 @@ from areal_hpc.cli.slurm import submit
 if TYPE_CHECKING:
     from areal_hpc.cli.arguments import Commands
     from areal_hpc.config.schema import Config
-
-log = logging.getLogger(__name__)
 
 
 def add_commands(commands: Commands) -> None:
@@ -116,15 +112,13 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace, config: Config) -> int:
-    from areal_hpc.cluster.environment import allocation, in_job
+    from areal_hpc.cluster.environment import allocation
     from areal_hpc.config.cluster import Shape
     from areal_hpc.report import LiveConsole
     from areal_hpc.roles.launcher import run_local
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
-    if not in_job(os.environ) and shutil.which("sbatch"):
-        log.warning("training on this machine, outside of any job; `areal-hpc submit` hands the run to Slurm")
     _find_beside()
     continued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).continues
     return run_local(

@@ -1,7 +1,8 @@
 """What a site's Slurm says of itself, as far as it decides whether a run can ever start there.
 
 A heterogeneous job that a site cannot start is the one thing that sbatch may take all the same, and then let wait for
-ever: its components are held against the nodes one by one.
+ever: its components are held against the nodes one by one. An array that is too large is refused only when the run's
+own job is in the queue already, and in words that do not tell how many would do.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ Partitions = Mapping[str, Collection[str]]
 
 
 def require_startable(config: Config) -> None:
-    """Ask Slurm, where there is one, whether the run's job is one that it can ever start.
+    """Ask Slurm, where there is one, whether it can ever start the run's job and the array beside it.
 
     Raises:
-        ConfigError: the job is heterogeneous, and it can not; says why, and what can.
+        ConfigError: it can not; says why, and what it can.
         SubmissionError: Slurm does not answer in time.
     """
-    if config.cluster.shape is not Shape.HET or len(components_of(config)) == 1 or shutil.which("scontrol") is None:
+    shape = config.cluster.shape
+    is_het = shape is Shape.HET and len(components_of(config)) > 1
+    if not (is_het or shape is Shape.SATELLITES) or shutil.which("scontrol") is None:
         return
-    if problem := het_problem(config, settings(ask(["scontrol", "show", "config"]).stdout), partitions()):
+    facts = settings(ask(["scontrol", "show", "config"]).stdout)
+    if is_het and (problem := het_problem(config, facts, partitions())):
         raise ConfigError(f"cluster.shape: {problem}")
+    if shape is Shape.SATELLITES and (problem := array_problem(config, facts)):
+        raise ConfigError(f"cluster.satellites: {problem}")
 
 
 def settings(said: str) -> dict[str, str]:
@@ -74,3 +80,12 @@ def het_problem(config: Config, facts: Mapping[str, str], there: Partitions) -> 
         f"a heterogeneous job has other nodes for each component ({what}), {needed} in all; there are {len(nodes)}; "
         "set cluster.shape=split and cluster.share_nodes=true, or name other partitions"
     )
+
+
+def array_problem(config: Config, facts: Mapping[str, str]) -> str:
+    """Why the array of satellites is too large; empty if it is not, or nobody knows. A task's number, which begins at
+    1, must be below MaxArraySize (slurm.conf(5))."""
+    largest = facts.get("MaxArraySize", "")
+    if not largest.isdigit() or config.cluster.satellites < int(largest):
+        return ""
+    return f"{config.cluster.satellites} are more than an array of this site has (MaxArraySize {largest}); lower it"

@@ -132,7 +132,7 @@ class ClusterConfig:
     requeue: bool = True
     """Requeue the job when it stopped at its time limit, was pre-empted or lost a node. False, for sites that do not:
     at its time limit, or pre-empted, it submits the next job of a chain, which goes on, and so does each satellite;
-    after a lost node `submit --resume` does."""
+    after a lost node `resume` does."""
     setup: tuple[str, ...] = ()
     """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
     prefix: str = ""

@@ -164,7 +164,7 @@ def next_steps(summary: Summary, run: RunDir) -> Iterator[str]:
     if summary.outcome == "failed":
         yield f"`areal-hpc why {run.root}` tells who waited for whom when it ended"
     if summary.outcome in ("failed", "stopped", "aborted"):
-        yield "the same command with --resume goes on from the newest checkpoint"
+        yield f"`areal-hpc resume {run.root}` goes on from the newest checkpoint"
     if summary.num_attempts > 1 and summary.steps.size:
         yield f"`areal-hpc ledger {run.root}` proves that no prompt was lost or trained on twice"
 

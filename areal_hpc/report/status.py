@@ -143,12 +143,12 @@ def _state_text(attempt: AttemptDir, job: JobView | None) -> str:
     owner = Owner.from_record(state)
     where = f"process {owner.pid} on {owner.host}"
     if job is not None and job.is_over:
-        return f"dead: {where} went with its job; `areal-hpc submit ... --resume` goes on from its last checkpoint"
+        return f"dead: {where} went with its job; `areal-hpc resume` goes on from its last checkpoint"
     if job is not None and job.queued is not None and job.queued.state in WAITS:
         return f"waiting: {where} went with its job, which will go on from the last checkpoint"
     if not owner.is_gone():
         return f"{text}, {where}"
-    return f"dead: {where} is gone without a word; start the run again to go on from its last checkpoint"
+    return f"dead: {where} is gone without a word; `areal-hpc resume` goes on from its last checkpoint"
 
 
 def _checkpoints_text(run: RunDir) -> str:

@@ -10,10 +10,13 @@ Until an epoch is claimed nothing has been written, and Ctrl-C simply ends the c
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from pathlib import Path
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
+from areal_hpc.cluster.environment import in_job
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
@@ -106,6 +109,8 @@ def run_local(
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
     prepare(config)
+    if not in_job(os.environ) and shutil.which("sbatch"):
+        log.warning("training on this machine, outside of any job; `areal-hpc submit` hands a run to Slurm")
     run = RunDir.create(run.root, config.run_group)
     scheduled = config.cluster.shape is not Shape.LOCAL
     with umask_of(config.run_group), Signals(from_scheduler=scheduled) as signals, console:

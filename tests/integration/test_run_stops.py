@@ -21,6 +21,7 @@ from launched import (
     launched,
     newest_checkpoint,
     num_consumed,
+    resumed,
     state_of,
     until,
 )
@@ -51,11 +52,11 @@ def test_A37_a_scheduler_that_signals_every_process_a_thousand_times_costs_nothi
         assert pelt(roles["trainer-0"], 1000) > 100, "hardly any signal came before the end"
         assert started.wait() == 75, started.text
         assert "INFO stopping: the step under way, then a checkpoint" in started.text
-        assert "the same command with --resume goes on from the newest checkpoint" in started.text
+        assert f"`areal-hpc resume {started.run.root}` goes on from the newest checkpoint" in started.text
         stopped_at = assert_stopped_in_order(started)
     sealed = {group.position for _, group in groups_in(started.run)}
     last = stopped_at + 3
-    with launched(tmp_path, model, f"trainer.total_steps={last}", "--resume") as again:
+    with resumed(started.run, f"trainer.total_steps={last}") as again:
         assert again.wait() == 0, again.text
         assert [record.number("step") for record in again.records("step")] == list(range(stopped_at + 1, last + 1))
     assert num_consumed(again.run) == last * GROUPS  # so no position was trained twice

@@ -347,13 +347,14 @@ class SlurmCluster:
             has = f"Gres=gpu:{kind}:{self._gpus} " if self._gpus else ""
             lines.append(
                 f"NodeName={node} NodeHostname={node} NodeAddr={self._address(node)} CPUs={self._cpus} "
-                f"RealMemory=16384 {has}Feature={kind},node{number} State=UNKNOWN"
+                f"RealMemory=16384 {has}Feature={kind},gpu,node{number} State=UNKNOWN"
             )
             if has:
                 gres.append(f"NodeName={node} Name=gpu Type={kind} File={self.dir}/dev/nvidia[0-{self._gpus - 1}]")
         everywhere = "Nodes=ALL MaxTime=1-0 DefaultTime=10 State=UP"
         lines += [
             f"PartitionName=gpu {everywhere} Default=YES PriorityTier=100 PreemptMode=OFF",
+            f"PartitionName=cpu {everywhere} PriorityTier=100 PreemptMode=OFF",
             f"PartitionName=single {everywhere.replace('ALL', 'n1')} PriorityTier=100 PreemptMode=OFF",
             f"PartitionName=preempt {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
             f"PartitionName=graceful {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}",

@@ -266,9 +266,25 @@ def test_A28_a_run_that_is_submitted_needs_nothing_but_the_cluster(
     assert "Network is unreachable" in outside.stderr
     profile = str(REPOSITORY / "configs/site/no_internet.yaml")
     config, *words = arguments(home, model)
-    job, run, log = submit(slurm, home, config, profile, *words, *SHORT, "evaluation.every_steps=2")
+    words = [profile, *words, *SHORT, "evaluation.every_steps=2"]
+    job, log = typed(slurm, home, REPOSITORY / "sbatch/train.sbatch", [], config, *words)
+    assert len(slurm.job(job)) == 2, "heterogeneous, as it is typed"
     assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
-    assert read_json(run.summary)["last_step"] == 3
+    assert read_json(RunDir(home / "run").summary)["last_step"] == 3
+
+
+SMALLER = {"pyxis": ["cluster.all.gpus_per_node='4'"], "shifter": ["cluster.all.cpus=16"]}
+"""Of profiles for nodes that are larger than those of the tests."""
+
+
+def test_every_profile_is_one_that_a_centre_which_is_configured_so_takes(slurm: SlurmCluster) -> None:
+    """As far as Slurm tells of a script before it takes it; two profiles name images that are not there."""
+    slurm.call("sacctmgr", "-i", "add", "qos", "regular")
+    for profile in sorted((REPOSITORY / "configs/site").glob("*.yaml")):
+        words = profile.read_text(encoding="utf-8").splitlines()[0].partition("areal-hpc submit ")[2].split()
+        words += SMALLER.get(profile.stem, [])
+        planned = areal(slurm, REPOSITORY, "plan", *words).stdout
+        assert re.search(r"^sbatch +Job \d+ to start at", planned, re.MULTILINE), (profile.name, planned)
 
 
 def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_pmi_is_said_at_once(

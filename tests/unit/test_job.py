@@ -75,7 +75,7 @@ def test_J20_a_run_whose_job_is_gone_is_dead_and_one_whose_job_waits_goes_on(run
     assert rows(run, RUNNING)["state"] == "running, process 7 on n1 (attempt 1)"
     assert rows(run, RUNNING)["job"] == "12 RUNNING since 2026-11-30T05:00:00"
     dead = rows(run, ENDED)
-    assert dead["state"].startswith("dead: process 7 on n1 went with its job; `areal-hpc submit ... --resume`")
+    assert dead["state"].startswith("dead: process 7 on n1 went with its job; `areal-hpc resume`")
     assert "processes" not in dead
     assert rows(run, pending("BeginTime"))["state"].startswith("waiting: process 7 on n1 went with its job, which will")
     assert rows(run, None)["state"] == "running, process 7 on n1 (attempt 1)"

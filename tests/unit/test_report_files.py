@@ -131,7 +131,7 @@ def test_after_a_failure_the_report_says_how_often_it_was_tried_and_what_to_do(t
     ]
     assert lines[-4:-1] == [
         f"  next          `areal-hpc why {two_attempts.root}` tells who waited for whom when it ended",
-        "  next          the same command with --resume goes on from the newest checkpoint",
+        f"  next          `areal-hpc resume {two_attempts.root}` goes on from the newest checkpoint",
         f"  next          `areal-hpc ledger {two_attempts.root}` proves that no prompt was lost or trained on twice",
     ]
     facts = json.loads(two_attempts.summary.read_text(encoding="utf-8"))
@@ -144,8 +144,8 @@ def test_what_to_do_next_depends_on_how_it_ended(outcome: str, resumes: bool, ru
     write(run, 1, "launcher", [("run", {"event": outcome})])
     stream = io.StringIO()
     write_report(run, stream)
-    assert ("with --resume goes on" in stream.getvalue()) is resumes
-    assert "areal-hpc" not in stream.getvalue()
+    assert (f"`areal-hpc resume {run.root}` goes on" in stream.getvalue()) is resumes
+    assert ("areal-hpc" in stream.getvalue()) is resumes
 
 
 def test_the_report_leaves_its_files_beside_the_run(two_attempts: RunDir) -> None:
@@ -274,7 +274,7 @@ def test_a_running_launcher_that_is_gone_is_dead(two_attempts: RunDir, change: d
     """A killed launcher, a host that was started anew, a pid that belongs to another process by now."""
     state(two_attempts, 2, "running", dataclasses.replace(Owner.this_process(), **change))
     assert state_line(two_attempts).startswith("state        dead: process ")
-    assert "start the run again" in state_line(two_attempts)
+    assert "`areal-hpc resume` goes on" in state_line(two_attempts)
 
 
 def test_G10_whoever_falls_silent_is_named_while_the_run_goes_on(two_attempts: RunDir) -> None:

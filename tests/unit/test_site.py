@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.cluster.components import components_of, divide, seats
 from areal_hpc.cluster.hetjob import job_of, render
-from areal_hpc.cluster.site import het_problem, partitions, require_startable, settings
+from areal_hpc.cluster.site import array_problem, het_problem, partitions, require_startable, settings
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -50,11 +50,17 @@ def test_a_heterogeneous_job_that_can_never_start_is_known(
     assert says in said if says else said == ""
 
 
+@pytest.mark.parametrize(("limit", "says"), [("10", "10 are more than"), ("11", ""), ("", "")])
+def test_A43_an_array_that_is_too_large_is_known_before_the_runs_own_job_is_in_the_queue(limit: str, says: str) -> None:
+    said = array_problem(config_of("cluster.shape=satellites", "cluster.satellites=10"), {"MaxArraySize": limit})
+    assert said.startswith(says) if says else said == ""
+
+
 @pytest.fixture
 def one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of one node, on the PATH."""
     answers = {
-        "scontrol": "printf 'Configuration data as of now\\nSchedulerType           = sched/backfill\\n'",
+        "scontrol": "printf 'As of now\\nSchedulerType = sched/backfill\\nMaxArraySize            = 5\\n'",
         "sinfo": "printf 'gpu*|n1\\nlong|n1\\n'",
         "sbatch": "echo 'sbatch: Job 7 to start at noon' >&2",
     }
@@ -69,6 +75,8 @@ def test_on_one_node_the_default_is_refused_with_what_works_and_that_works(one_n
     assert settings("A = b \nC   = d=e\n") == {"A": "b", "C": "d=e"}
     with pytest.raises(ConfigError, match=r"set cluster\.shape=split and cluster\.share_nodes=true"):
         plan_run(config_of())
+    with pytest.raises(ConfigError, match=r"cluster\.satellites: 5 are more than an array of this site has"):
+        plan_run(config_of("cluster.shape=satellites", "cluster.satellites=5"))
     shared = config_of("cluster.shape=split", "cluster.share_nodes=true", "cluster.all.gpus_per_node='2'")
     require_startable(shared)
     (component,) = components_of(shared)
