@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,6 @@ from areal_hpc.fs import RunDir, read_json
 from areal_hpc.report import status_lines, why_lines
 from areal_hpc.roles import attempts, launcher
 from areal_hpc.roles.attempts import Attempts
-from areal_hpc.roles.wiring import engines
 
 
 @pytest.fixture
@@ -133,7 +134,8 @@ def test_what_the_preflight_finds_leaves_nothing(config: Config, run: RunDir, mo
 
 
 def making(config: Config, maker: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(engines, "dotted", lambda *_: maker)
+    monkeypatch.setitem(sys.modules, "makers", SimpleNamespace(make=maker))
+    config = with_value(config, "model.maker", "makers:make")
     return with_value(config, "model.path", str(Path(config.run_root) / "models/tiny"))
 
 
