@@ -11,6 +11,7 @@ one of a chain, which has the same script and waits for the end of this job.
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -73,7 +74,8 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done  # of two signals that come at once, bash's `wait` loses one
 wait "$run"
 code=$?
-if [ "$code" -eq {stopped} ] && [ "$ending" = soon ]; then {again}; fi  # it has a checkpoint, and more to do
+# It has a checkpoint, and more to do; or it was still coming up, and did not hear.
+if [ "$ending" = soon ] && {{ [ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ]; }}; then {again}; fi
 exit "$code"
 """
 REQUEUE = """\
@@ -103,6 +105,9 @@ HANDOVER = """\
 """Where submitit of the next job will look for what it is to run; the directory's name also tells that there is one."""
 CUT_OFF = {True: "Reason=TimeLimit", False: "Reason=TimeLimit|Reason=NodeDown|PreemptTime=[0-9]"}
 """What `scontrol show job` says of a job that has ended and that nobody else lets go on, by whether Slurm requeues."""
+CODES = {"stopped": EXIT_STOPPED, "unheard": 128 + signal.SIGTERM}
+"""Of a run, or of engines, that were told to end and have more to do: what they end with, and what a shell makes of
+their end where it came before they had a handler for it."""
 SIGNAL = "USR1"
 PRIVATE, GROUPS = "077", "007"
 
@@ -201,7 +206,7 @@ def render(job: Job, command: str) -> str:
     # Slurm itself requeues what it pre-empts; a chain it does not know, and a person's cancel gives no warning first.
     term = "term" if job.requeue else "${ending:-term}"
     again = "go_on && sleep 60" if job.requeue else "go_on && code=0"
-    about = {"signal": SIGNAL, "term": term, "stopped": EXIT_STOPPED, "again": again, "cut_off": CUT_OFF[job.requeue]}
+    about = {"signal": SIGNAL, "term": term, **CODES, "again": again, "cut_off": CUT_OFF[job.requeue]}
     parts.append(RUN.format(command=command, **about).rstrip())
     return "\n\n".join(parts) + "\n"
 

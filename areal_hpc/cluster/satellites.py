@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import CUT_OFF, PATIENTLY, Job, options_of, umask_of
+from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, Job, options_of, umask_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
-from areal_hpc.exits import EXIT_STOPPED
 
 ME = """\
 # By the numbers of array and task: the last task's own number is that of the whole array.
@@ -64,7 +63,8 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done
 wait "$run"
 code=$?
-if [ "$code" -eq {stopped} ] && [ -z "$ended" ]; then {again}; fi  # its time is over, and the run goes on
+# Its time is over, and the run goes on; or it was still coming up, and did not hear.
+if [ -z "$ended" ] && {{ [ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ]; }}; then {again}; fi
 exit "$code"
 """
 
@@ -113,7 +113,7 @@ def render_satellite(job: Job, command: str) -> str:
     head = "#!/bin/bash\n" + "\n".join(f"#SBATCH {option}" for option in options_of(job, 0))
     setup = ["\n".join(job.setup)] if job.setup else []
     again = "again && sleep 60" if job.requeue else "again && code=0"  # Slurm ends a script that it requeues meanwhile
-    script = SCRIPT.format(command=command, stopped=EXIT_STOPPED, again=again, cut_off=CUT_OFF[job.requeue])
+    script = SCRIPT.format(command=command, again=again, cut_off=CUT_OFF[job.requeue], **CODES)
     parts = [head, f"umask {job.umask}", PATIENTLY, *setup, ME, _again(job), script]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

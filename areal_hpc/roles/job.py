@@ -163,8 +163,8 @@ def satellites_of(run: RunDir) -> list[str]:
     first = submitted_satellites(run)
     directory = satellites_dir(run)
     names = names_in(directory) if first and directory.is_dir() else []
-    told = {(directory / name).read_text(encoding="ascii").strip() for name in names if SUCCESSOR.fullmatch(name)}
-    return [first, *sorted((one for one in told if one.isdigit() and int(one) > int(first)), key=int)] if first else []
+    told = {read_if_listed(directory / name) or 0 for name in names if SUCCESSOR.fullmatch(name)}
+    return [first, *(str(job) for job in sorted(told) if job > int(first))] if first else []
 
 
 def note_satellite(run: RunDir, job: str) -> None:

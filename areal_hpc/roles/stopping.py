@@ -26,7 +26,8 @@ LOOK_S = 0.25
 class Signals:
     """Requests to stop as a count: the first asks for a checkpoint and an end, a person's second for an end at once.
 
-    A scheduler sends several for one end, and kills when its patience is over.
+    A scheduler sends several for one end, and kills when its patience is over. In its job the exit code tells whether
+    the run goes on, so SIGTERM is ignored in what is left of the process: a late one must not take its place.
     """
 
     from_scheduler: bool = False
@@ -50,6 +51,8 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        if self.from_scheduler:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -41,6 +41,7 @@ WITHOUT_REQUEUE = (
     "cluster.trainer.partition=preempt",
     "cluster.trainer.nodelist=n1",
     "cluster.generation.exclude=n1",
+    "cluster.generation.gres=gpu:1",
     "trainer.total_steps=8",
 )
 QUICK = "rollout.reward=tiny_task:spread"
@@ -222,6 +223,18 @@ def test_what_is_pre_empted_where_a_site_does_not_requeue_has_one_successor_sate
     # The run is over, and nobody comes in their place.
     assert {slurm.wait_for_state(one, *OVER) for one in last} == {"COMPLETED"}
     assert satellites_of(run) == [first, *last]
+
+    def held_s() -> int:
+        words = ["-DXnP", "-o", "State,ElapsedRaw", "-j", ",".join([first, *successors, *last])]
+        rows = [line.split("|") for line in slurm.call("sacct", *words).splitlines()]
+        return all(state in OVER for state, _ in rows) and sum(int(elapsed) for _, elapsed in rows)
+
+    satellites_s = wait_for("the accounts", held_s, poll_s=1.0)
+    report = areal(slurm, home, "report", run.root).stdout
+    assert re.search(r"GPU-hours +satellites 0\.\d+\n", report), report
+    usage = read_json(run.summary)["usage"]
+    assert usage["node_hours"]["satellites"] == pytest.approx(satellites_s / 3600)
+    assert usage["gpu_hours"]["satellites"] == pytest.approx(satellites_s / 3600)
 
 
 def test_satellites_of_a_run_that_is_stopped_leave_the_queue_with_it(

@@ -78,7 +78,7 @@ def test_a_component_that_is_killed_costs_an_attempt_and_a_node_of_it_that_fails
     agent = slurm.call("ps", "-o", "ppid=", "-p", str(engine), where=node).strip()
     slurm.call("kill", "-KILL", agent, where=node)
     wait_for("the next attempt, in the same job", lambda: len(run.all_attempts()) == 2)
-    wait_for_step(run, 10)
+    wait_for_step(run, 6)
     assert slurm.job(job)[0]["Restarts"] == "0"
     assert read_json(run.attempt(1).state)["about"].startswith(f"the step on {node} ended with code")
 

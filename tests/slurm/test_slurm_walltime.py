@@ -12,7 +12,7 @@ from runs import LONG, OVER, areal, submit
 
 from areal_hpc.fs import RunDir, read_json
 from areal_hpc.report import prove_run
-from areal_hpc.roles.job import jobs_of
+from areal_hpc.roles.job import jobs_of, satellites_of
 
 STEPS = 200
 """Of half a second at least: more than fit into a job of two minutes, less than into four."""
@@ -42,7 +42,8 @@ def test_A19_a_time_limit_of_two_minutes_ends_no_run_whether_its_site_requeues_o
 ) -> None:
     words = [*arguments(home, model), *LONG, f"trainer.total_steps={STEPS}", "cluster.all.time='2'"]
     job, requeued, log = submit(slurm, home, *words, "cluster.shape=het")
-    _, chained, _ = submit(slurm, home, *words, "name=chained", "cluster.shape=split", "cluster.requeue=false")
+    satellites = ["cluster.shape=satellites", "generation.replicas=0", "cluster.requeue=false"]
+    _, chained, _ = submit(slurm, home, *words, "name=chained", *satellites)
     assert slurm.job(job)[0]["TimeLimit"] == "00:02:00"
     for run in (requeued, chained):
         wait_for(f"the end of {run.root.name}", lambda: is_done(run), LIMIT_S, 1.0)  # noqa: B023
@@ -64,3 +65,5 @@ def test_A19_a_time_limit_of_two_minutes_ends_no_run_whether_its_site_requeues_o
         said = (chained.slurm / f"{one}.log").read_text(encoding="utf-8")
         assert said.count(f"job {successor} goes on when this one has ended") == 1
     assert slurm.wait_for_state(jobs[-1], *OVER) == "COMPLETED"
+    first, newest = satellites_of(chained)
+    assert int(newest) > int(first), "and its engines have had the same limit"

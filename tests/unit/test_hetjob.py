@@ -226,13 +226,15 @@ def last_part(tmp_path: Path, text: str, *, signals: str, prelude: str = "", **c
 
 STOPS = """bash -c 'trap : TERM; for one in $SIGNALS; do kill -$one $PPID; done; sleep 0.2; exit 75'"""
 """A launcher that stops with a checkpoint after its script got these signals."""
+DEAF = """bash -c 'for one in $SIGNALS; do kill -$one $PPID; done; exec /bin/sleep 20'"""
+"""One that is still coming up, so that the signal ends it."""
 NAP = "case $1 in 0.2 | 1) /bin/sleep 0.2 ;; esac"
 """Waiting for the launcher takes time, and waiting for Slurm takes none."""
 AWAY = 'if [ ! -e "$0.asked" ]; then touch "$0.asked"; echo "Unable to contact slurm controller" >&2; exit 1; fi\n'
 
 
-def stopping(*words: str, room: str = "") -> str:
-    return render(job_of(config_of("cluster.shape=split", *words), log="%j.log", room=room), STOPS)
+def stopping(*words: str, room: str = "", launcher: str = STOPS) -> str:
+    return render(job_of(config_of("cluster.shape=split", *words), log="%j.log", room=room), launcher)
 
 
 def test_A34_a_warned_job_is_requeued_once_by_its_script_also_when_the_controller_is_away_for_a_moment(
@@ -243,6 +245,17 @@ def test_A34_a_warned_job_is_requeued_once_by_its_script_also_when_the_controlle
     assert [call for call in calls if call not in ("sleep 0.2", "sleep 1")] == [
         "scontrol requeue 12", "sleep 5", "scontrol requeue 12", "sleep 60"
     ]  # fmt: skip
+
+
+def test_a_warning_that_comes_before_the_run_can_hear_it_costs_nothing_but_this_start(tmp_path: Path) -> None:
+    """A job that is pre-empted while Python loads has ended by itself before Slurm takes it back."""
+    code, calls = last_part(tmp_path, stopping(launcher=DEAF), signals="USR1", scontrol="", sleep=NAP)
+    assert (code, [call for call in calls if not call.startswith("sleep")]) == (143, ["scontrol requeue 12"])
+    (tmp_path / "calls").unlink()
+    chained = stopping("cluster.requeue=false", launcher=DEAF)
+    code, calls = last_part(tmp_path, chained, signals="USR1", sbatch="echo 13", scontrol="", sleep=NAP)
+    assert (code, len([call for call in calls if call.startswith("sbatch")])) == (0, 1)
+    assert last_part(tmp_path / "2", stopping(launcher=DEAF), signals="TERM", scontrol="", sleep=NAP)[0] == 143
 
 
 def test_a_refusal_is_not_asked_for_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,14 @@ class Engines:
         return ended
 
 
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """What comes late is ignored in a process that ends, which this one does not."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return Engines(monkeypatch)
@@ -237,7 +246,8 @@ def test_when_it_is_told_to_leave_it_leaves_its_seats(run: RunDir, engines: Engi
         "gpus": 0,
     }
     assert seats.vacant(attempt) == {"generator-1"}
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_next_attempt_is_served_too(run: RunDir, engines: Engines) -> None:

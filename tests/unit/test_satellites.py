@@ -187,6 +187,10 @@ def test_what_was_cut_off_at_its_time_limit_is_requeued_and_what_was_pre_empted_
     assert ending(tmp_path, signals="TERM", said=PRE_EMPTED, **ARRAY) == (75, [])
 
 
+def test_one_that_was_told_to_leave_before_it_could_hear_comes_again_too(tmp_path: Path) -> None:
+    assert ending(tmp_path, code=143, **ARRAY) == (143, ["scontrol requeue 12_3", "sleep 60"])
+
+
 @pytest.mark.parametrize("words", [(), ("cluster.requeue=false",)])
 @pytest.mark.parametrize(("code", "signals"), [(75, "TERM"), (0, ""), (1, "")])
 def test_what_a_person_cancels_and_what_has_nothing_more_to_do_does_not_come_again(

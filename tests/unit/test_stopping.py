@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +50,28 @@ def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> No
         assert signals.count == 3
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+LATE = """
+import sys
+from areal_hpc.roles.stopping import Signals
+with Signals(from_scheduler=True):
+    pass
+print("over", flush=True)
+sys.stdin.readline()
+sys.exit(75)
+"""
+
+
+def test_in_a_schedulers_job_a_late_signal_does_not_take_the_exit_codes_place() -> None:
+    """As at a time limit that a run has just kept: it has finished, and would be called failed."""
+    process = subprocess.Popen([sys.executable, "-c", LATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "over\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 75
 
 
 def test_a_signal_interrupts_where_it_is_wanted_once_and_also_if_it_came_before() -> None:
