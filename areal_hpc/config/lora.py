@@ -18,7 +18,7 @@ class LoraConfig:
     """Width of the adapters that are trained while the model itself is frozen; 0 trains the model. A critic is always
     trained whole."""
     alpha: float = 32.0
-    """What an adapter computes counts `alpha / rank` times. Adapters bear, and want, ten times the learning rate."""
+    """What an adapter computes counts `alpha / rank` times; with it grows how far a step of the optimizer goes."""
     target_modules: tuple[str, ...] = (*ATTENTION, *FEED_FORWARD)
     """Layers that get an adapter, by the last word of their names; by default all matrices of a Llama or Qwen."""
 
