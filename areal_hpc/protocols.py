@@ -261,7 +261,8 @@ class TrainerBackend(Protocol):
     backend.kl_coef                                 # of the next step: it adapts, and is checkpointed
     stats = backend.evaluate(batch)                 # the loss on held-out data; only where nothing is generated
     stats = backend.train_step(minibatches)         # one optimizer update each; stats are reduced over ranks
-    for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order
+    for name, tensor in backend.weights(): ...      # full tensors, Hugging Face names, a fixed order; of a model that
+                                                    # is frozen its adapters alone (``pretrained.lora``)
     backend.export(directory)                       # the same weights as a Hugging Face directory with its tokenizer
     write = backend.snapshot()                      # this rank's state in host memory; training may go on
     write(directory)                                # later, in any thread, durable when it returns; then the next one

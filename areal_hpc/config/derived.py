@@ -27,8 +27,8 @@ def exported_model(config: Config) -> str:
 
 
 def takes_whole(config: Config) -> bool:
-    """Whether the engines take adapters merged into the model only. SGLang keeps the adapter that a request began with
-    to its end, and computes none on a CPU; merged, it is updated in mid-answer as ever."""
+    """Whether the engines take adapters merged into the model only. SGLang and vLLM keep the adapter that a request
+    began with to its end, and SGLang computes none on a CPU; merged, they are updated in mid-answer as ever."""
     return config.model.lora.rank > 0 and config.generation.backend is not EngineName.EMBEDDED
 
 

@@ -15,9 +15,10 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     rank: int = 0
-    """Width of the adapters that are trained while the model itself is frozen; 0 trains the model."""
+    """Width of the adapters that are trained while the model itself is frozen; 0 trains the model. A critic is always
+    trained whole."""
     alpha: float = 32.0
-    """What an adapter computes counts `alpha / rank` times. Adapters bear, and want, ten times the learning rate."""
+    """What an adapter computes counts `alpha / rank` times; with it grows how far a step of the optimizer goes."""
     target_modules: tuple[str, ...] = (*ATTENTION, *FEED_FORWARD)
     """Layers that get an adapter, by the last word of their names; by default all matrices of a Llama or Qwen."""
 

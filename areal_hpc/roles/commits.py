@@ -17,7 +17,8 @@ One atomic commit holds all state of the run. What is in it, and what is not and
     what a prompt position means                state.json, ``prompts``. The stream is arithmetic on positions and never
                                                 ends, so it has no cursor and no end to remember. Prompts in flight are
                                                 those not consumed: they are issued again, or found sealed in the ring
-    fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served
+    fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served;
+                                                ``merged``: whether adapters were part of it
     configuration                               config.yaml, its digest in state.json
     telemetry                                   nothing: each record carries (attempt, step), so readers leave out what
                                                 was taken back. TensorBoard purges from an attempt's first step on, and
@@ -41,6 +42,7 @@ from typing import Any
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import check_fence, load_lineage
+from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.describe import dump
 from areal_hpc.fs import publish
 from areal_hpc.protocols import TrainerBackend
@@ -105,6 +107,7 @@ class Commits:
                 "ring": self._side.reader.state_dict(),
                 "prompts": dict(self._side.identity),
                 "weights": weights,
+                "merged": takes_whole(self._process.config),
                 "config": config_digest(self._process),
             }
             archived = self._seal_archive()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, read_start
 from areal_hpc.buffer.scan import one_by_one
-from areal_hpc.config.derived import queue_s
+from areal_hpc.config.derived import queue_s, takes_whole
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
@@ -198,12 +198,14 @@ class Member:
         return {}
 
     def _require_same_weights(self, parent: checkpoint.Checkpoint) -> None:
-        """Before a token is sampled: what the engines were sent is what they had when the checkpoint was made.
+        """Before a token is sampled: what the engines were sent is what they had when the checkpoint was made. Engines
+        that take adapters in another form than those did are sent other numbers.
 
         Raises:
             CheckpointError: it is not, so the checkpoint was loaded wrong or into another model.
         """
-        if self.fingerprint is not None and parent.state["weights"] not in (None, self.fingerprint):
+        same_form = parent.state.get("merged", False) is takes_whole(self.process.config)
+        if same_form and self.fingerprint is not None and parent.state["weights"] not in (None, self.fingerprint):
             raise CheckpointError(
                 f"the weights loaded from {parent.path} are not those that the engines had when it was made; load it "
                 "with the code that wrote it, whose versions are in its MANIFEST.json"

@@ -73,7 +73,7 @@ class ReferenceBackend:
     Args:
         temperature: the one that generation uses, above 0.
         dtype: of the model's weights; the masters stay in float32.
-        seed: of this process's random streams.
+        seed: of this process's random streams, and of the adapters that training begins with.
         group: the trainer's ranks; None where there is one.
         device: this rank's, as torch spells it; the current accelerator's if not given.
         loss: a loss of your own, in place of the one that ``algorithm.name`` has in the table.
@@ -117,8 +117,8 @@ class ReferenceBackend:
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
         self.kl_coef = algorithm.kl.coef
         reference = reference_of(algorithm)
-        beside = reference is not None and (reference != "" or self._adapters is None)
-        self._reference = self._frozen(reference or "", dtype) if beside else None
+        own = self._adapters is not None and reference == ""
+        self._reference = None if reference is None or own else self._frozen(reference, dtype)
         self._critic = self._make_critic(dtype) if table.find(algorithm.name).critic else None
         self._seed_rank()
 

@@ -25,16 +25,20 @@ def server_of(started: Launched) -> psutil.Process:
     return next(child for child in children if str(LAUNCHER) in child.cmdline())
 
 
+@pytest.mark.parametrize("trained", ["the model", "adapters"])
 @pytest.mark.parametrize(
     "engine", [pytest.param(engine, marks=getattr(pytest.mark, engine.name), id=engine.name) for engine in REAL]
 )
-def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(tmp_path: Path, engine: RealEngine) -> None:
+def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(
+    tmp_path: Path, engine: RealEngine, trained: str
+) -> None:
     """Nothing is stale here, so that the gap between the log-probs of engine and trainer has no other reason than
-    wrong weights or a wrong computation."""
+    wrong weights or a wrong computation. Adapters come to such engines merged."""
     assert not engine.unusable(), engine.unusable()
     make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
     words = [f"generation.backend={engine.name}", f"generation.python={engine.python}", "generation.max_running=8"]
     words += ["buffer.max_staleness=0", f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}"]
+    words += ["model.lora.rank=4"] if trained == "adapters" else []
     with launched(tmp_path, tmp_path / "model", *words) as started:
         started.wait_for_step(2, LIMIT_S)
         server_of(started).kill()

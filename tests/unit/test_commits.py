@@ -132,8 +132,9 @@ def test_the_state_says_all_that_a_resumed_run_needs(world: World) -> None:
     world.commits.begin(0, weights=11)
     world.commits.settle(wait=True)
     found = verify(world.path(0))
-    assert sorted(found.state) == ["config", "prompts", "ring", "weights"]
+    assert sorted(found.state) == ["config", "merged", "prompts", "ring", "weights"]
     assert (found.state["prompts"], found.state["weights"], found.layout) == ({"rows": 7}, 11, {"ranks": 1})
+    assert found.state["merged"] is False
     assert (world.path(0) / "config.yaml").read_text() == dump(world.config)
     assert len(bytes.fromhex(found.state["config"])) == 32
     (record,) = world.records

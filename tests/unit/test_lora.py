@@ -15,17 +15,8 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-
-from areal_hpc.buckets import fingerprint_of
-from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig
-from areal_hpc.config.lora import ATTENTION, LoraConfig
-from areal_hpc.config.schema import Dtype
-from areal_hpc.errors import CheckpointError, ConfigError
-from areal_hpc.pretrained.lora import BASE, DOWN, UP, adapted_layers, adapter_shapes, is_adapter, merged, start_value
-from areal_hpc.training.reference import ReferenceBackend
-from tests.unit.test_reference import (
+from reference_steps import (
+    TRAINER,
     digest,
     double_gradients,
     double_logprobs,
@@ -34,6 +25,17 @@ from tests.unit.test_reference import (
     random_batch,
     small_model,
 )
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from areal_hpc.buckets import fingerprint_of
+from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig, ProximalMethod
+from areal_hpc.config.lora import ATTENTION, LoraConfig
+from areal_hpc.config.schema import Dtype
+from areal_hpc.errors import CheckpointError, ConfigError
+from areal_hpc.pretrained.lora import BASE, DOWN, UP, adapted_layers, adapter_shapes, is_adapter, merged, start_value
+from areal_hpc.training.preference import PreferenceBackend
+from areal_hpc.training.reference import ReferenceBackend
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -186,6 +188,20 @@ def test_the_reference_is_the_frozen_model_and_takes_no_memory(qwen3: Path) -> N
     assert backend._reference is None
     np.testing.assert_array_equal(backend.reference_logprobs(batch), make(qwen3).logprobs(batch))
     assert np.abs(backend.logprobs(batch) - before).max() > 1e-3
+
+
+def test_dpo_holds_the_policy_near_the_frozen_model(qwen3: Path) -> None:
+    algorithm = AlgorithmConfig(name="dpo", decoupled=False, proximal=ProximalMethod.BEHAVIOUR)
+    settings = {"algorithm": algorithm, "trainer": replace(TRAINER, tokens_per_microbatch=100), "temperature": 1.0}
+    backend, pairs = (
+        PreferenceBackend(model_path=str(qwen3), lora=LORA, **settings),
+        random_batch().select([0, 1, 2, 3]),
+    )
+    frozen = backend.reference_logprobs(pairs)
+    told = backend.train_step([replace(pairs, reference=frozen)])
+    assert told["loss"] == pytest.approx(np.log(2), abs=1e-6)  # nothing is preferred yet
+    np.testing.assert_array_equal(backend.reference_logprobs(pairs), frozen)
+    assert backend.evaluate(replace(pairs, reference=frozen))["loss"] < told["loss"]
 
 
 def test_another_reference_is_loaded_beside_the_policy(qwen3: Path, tmp_path: Path) -> None:

@@ -112,18 +112,29 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
     assert drawn == expected
 
 
-@pytest.mark.parametrize(("version", "fingerprint", "same"), [(20, 5, True), (20, 6, False), (21, 6, True)])
+@pytest.mark.parametrize(
+    ("version", "fingerprint", "same", "words"),
+    [
+        (20, 5, True, []),
+        (20, 6, False, []),
+        (21, 6, True, []),
+        (20, 6, False, ["model.lora.rank=2"]),
+        (20, 6, True, ["model.lora.rank=2", "generation.backend=sglang"]),  # it gets adapters merged
+    ],
+)
 def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_token(
-    version: int, fingerprint: int, same: bool
+    version: int, fingerprint: int, same: bool, words: list[str]
 ) -> None:
     class Fleet:
         def publish(self, version: int, weights: Any) -> dict[str, float]:
             return {"fingerprint": float(fingerprint), "seconds_paused": 0.0}
 
     parent: Any = SimpleNamespace(
-        version=WeightVersion(1, 20), state={"weights": 5}, path=Path("step-00000020.e00000001")
+        version=WeightVersion(1, 20),
+        state={"weights": 5, "merged": False},
+        path=Path("step-00000020.e00000001"),
     )
-    process: Any = None
+    process: Any = SimpleNamespace(config=load([QUICKSTART], words), run=None)
     member = Member(
         process=process,
         ranks=Ranks(),
