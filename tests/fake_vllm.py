@@ -121,11 +121,11 @@ class FakeLLM:
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[None]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
         self.called.append((method, args))
         if method == self.failing:
             raise Exception("Call to collective_rpc method failed: no route to host")
-        return [None]
+        return [True]
 
     def shutdown(self, timeout: float) -> None:
         self.errored = True

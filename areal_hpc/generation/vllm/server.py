@@ -1,6 +1,6 @@
 """SGLang's native HTTP surface in front of vLLM: a program, started by ``external/launch.py``.
 
-    arguments   {"host": ..., "port": ..., "key": ..., "version": ..., "update_timeout_s": ...}   ours, one JSON object
+    arguments   {"host": ..., "port": ..., "key": ..., "version": ..., ...}   ours, one JSON object
                 --model ... --max-model-len ...                                                   vLLM's own
 
 It ends when vLLM's engine has died, and on SIGINT. Answers have the shapes of the embedded engine's server.
@@ -34,7 +34,7 @@ PAUSE_MODE = "retract"
 POLL_S = 0.5
 PROBE_LIMIT_S = 10.0
 LAST_ANSWERS_S = 0.5
-CAPABILITIES = {"checksums": True, "deltas": False, "stages": False, "retracts": True, "priorities": True}
+CAPABILITIES = {"checksums": True, "stages": True, "retracts": True, "priorities": True}
 
 
 class EngineRoutes:
@@ -137,7 +137,7 @@ class EngineRoutes:
         info = {
             "version": VERSION,
             "vllm": vllm_version,
-            "areal_hpc": CAPABILITIES,
+            "areal_hpc": CAPABILITIES | {"deltas": self._updates.keeps},
             "model_path": str(self._engine.model_path),
             "context_length": self._engine.max_tokens,
             "weight_version": self._engine.version,
@@ -155,7 +155,9 @@ async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
 async def serve(engine: VllmEngine, ours: Mapping[str, Any]) -> None:
     """Answer requests until the engine has died."""
     await engine.start()
-    updates = WeightUpdates(engine, asyncio.get_running_loop(), timeout_s=ours["update_timeout_s"])
+    updates = WeightUpdates(
+        engine, asyncio.get_running_loop(), timeout_s=ours["update_timeout_s"], keeps=ours["keeps_weights"]
+    )
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(ours["key"]), errors_as_answers])
     application.add_routes([*EngineRoutes(engine, updates).table(), *WeightRoutes(updates).table()])
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)
