@@ -43,6 +43,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "pp_size": "set generation.pipeline_parallel",
     "pipeline_parallel_size": "set generation.pipeline_parallel",
     "scheduling_policy": "the run orders requests, so that training goes before evaluation",
+    "structured_outputs_config": "grammars mean the same on every engine",
     "tensor_parallel_size": "set generation.tensor_parallel",
     "tp": "set generation.tensor_parallel",
     "tp_size": "set generation.tensor_parallel",

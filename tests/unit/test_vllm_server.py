@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -20,7 +22,9 @@ from areal_hpc.accelerator import CPU, CUDA
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.delta import Weight, bits, difference
-from areal_hpc.errors import ConfigError, GenerationError, WeightUpdateError
+from areal_hpc.dialogue.grammar import LAYOUT
+from areal_hpc.dialogue.structural_tag import lark_of
+from areal_hpc.errors import ConfigError, GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import Connection, EngineLost
 from areal_hpc.generation.external.process import reserved_port, url_of
@@ -196,6 +200,33 @@ def test_an_answer_has_the_tokens_their_log_probs_and_their_versions(drive: Driv
     drive(scenario)
 
 
+def test_the_likeliest_tokens_are_told_in_their_order_and_none_that_could_not_be_sampled(drive: Drive) -> None:
+    async def scenario(client: EngineClient, _: Any) -> None:
+        for num, places in ((2, ((-0.9, 8), (-1.0, 7))), (4, ((-0.9, 8), (-1.0, 7), (fake_vllm.LOGPROB, 68)))):
+            completion = await client.generate(replace(asked(1), num_top=num))
+            assert completion.top_logprobs == (places,)
+
+    drive(scenario)
+
+
+def test_grammars_are_those_of_the_other_engines_and_what_vllm_would_misread_is_refused(drive: Drive) -> None:
+    tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]}
+
+    async def scenario(client: EngineClient, engine: Any) -> None:
+        await client.generate(asked(1, json_schema='{"type": "object"}'))
+        assert engine.llm.asked[-1].structured_outputs.json == {"type": "object", "x-guidance": LAYOUT}
+        await client.generate(asked(1, structural_tag=json.dumps(tag)))
+        assert engine.llm.asked[-1].structured_outputs.grammar == lark_of(json.dumps(tag), LAYOUT)
+        with pytest.raises(RequestRefused, match="the schema cannot be forced"):
+            await client.generate(asked(1, json_schema='{"type": "nonsense"}'))
+        engine.text = SimpleNamespace(encode=lambda _: [5])  # a tokenizer that has this text as one token
+        called = json.dumps(tag).replace("<a>", "<tool_call>")
+        with pytest.raises(RequestRefused, match="to vLLM's grammars <tool_call> is no text"):
+            await client.generate(asked(1, structural_tag=called))
+
+    drive(scenario)
+
+
 def test_a_pause_holds_requests_and_they_are_computed_anew_under_the_next_version(drive: Drive) -> None:
     async def scenario(client: EngineClient, engine: Any) -> None:
         begun = asyncio.Event()
@@ -239,7 +270,7 @@ def test_an_aborted_request_keeps_what_it_has(drive: Drive) -> None:
         ({"sampling_params": {"temperature": 101.0}}, "that is too hot"),
         ({"sampling_params": {"stop_token_ids": [272]}}, r"token ids must be in \[0, 272\)"),
         ({"input_ids": []}, "the prompt is empty"),
-        ({"top_logprobs_num": 3}, "not served here"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "not served here"),
         ({"return_hidden_states": True}, "not supported here"),
     ],
 )
