@@ -76,7 +76,8 @@ class Sampling:
     """How an engine samples. Log-probs that come back are those of the distribution this describes.
 
     SGLang tells those of a narrowed distribution only where ``top_k`` bounds it, so that it is given one of
-    ``generation.answers.NARROWED_TOP_K`` where ``top_p`` or ``min_p`` come without, or with a larger one.
+    ``generation.answers.NARROWED_TOP_K`` where ``top_p`` or ``min_p`` come without, or with a larger one. Where there
+    are several limits, ``top_p`` is with vLLM that of what the others leave, elsewhere that of the whole distribution.
     """
 
     max_new_tokens: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import enum
+import math
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,12 @@ class EngineArgs(Options):
         return cls(**vars(given))
 
 
+def likeliest(token: int) -> dict[int, Any]:
+    """The sampled token as the third likeliest, behind two others; a fourth cannot be sampled."""
+    told = {token: (3, LOGPROB), 7: (2, -1.0), 8: (1, -0.9), 9: (4, -math.inf)}
+    return {one: SimpleNamespace(rank=rank, logprob=logprob) for one, (rank, logprob) in told.items()}
+
+
 @dataclass
 class FakeLLM:
     """vLLM's AsyncLLM: one token for each turn of the loop and request, unless it is paused."""
@@ -53,6 +60,7 @@ class FakeLLM:
     called: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     recomputed: list[bool] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
+    asked: list[Any] = field(default_factory=list)  # vLLM's sampling parameters
     going: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -70,6 +78,7 @@ class FakeLLM:
     async def generate(
         self, prompt: Mapping[str, Any], params: Any, request_id: str, priority: int = 0
     ) -> AsyncIterator[Any]:
+        self.asked.append(params)
         if params.temperature > 100:
             raise ClientError("that is too hot")
         token_ids, starts = [], []
@@ -97,7 +106,7 @@ class FakeLLM:
             ]
             part = SimpleNamespace(
                 token_ids=new,
-                logprobs=[{token: SimpleNamespace(logprob=LOGPROB)} for token in new],
+                logprobs=[likeliest(token) for token in new],
                 finish_reason=reason,
                 stop_reason=matched,
                 weight_versions=spans if reason else None,
@@ -121,11 +130,11 @@ class FakeLLM:
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[None]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
         self.called.append((method, args))
         if method == self.failing:
             raise Exception("Call to collective_rpc method failed: no route to host")
-        return [None]
+        return [True]
 
     def shutdown(self, timeout: float) -> None:
         self.errored = True

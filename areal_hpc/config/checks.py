@@ -166,8 +166,8 @@ def check_server_args(config: Config) -> Iterator[str]:
 
 def check_delta(config: Config) -> Iterator[str]:
     backend = config.generation.backend
-    if config.weights.delta and backend is not EngineName.EMBEDDED:
-        yield f"weights.delta: {backend} takes whole tensors only; set it to false, or generation.backend=embedded"
+    if config.weights.delta and backend is EngineName.SGLANG:
+        yield f"weights.delta: {backend} takes whole tensors only; set it to false, or choose embedded or vllm"
 
 
 def check_algorithm_settings(config: Config) -> Iterator[str]:

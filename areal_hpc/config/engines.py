@@ -27,6 +27,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "dtype": "set model.dtype",
     "enable_metrics": "the run reads its load there, so it is always on",
     "data_parallel_size": "set generation.replicas",
+    "dist_init_addr": "an engine runs on one node",
     "host": "the run listens where its processes find it",
     "logprobs_mode": "training needs log-probs of the distribution that was sampled from",
     "max_model_len": "set model.max_tokens",
@@ -34,11 +35,15 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "max_running_requests": "set generation.max_running",
     "model": "set model.path",
     "model_path": "set model.path",
+    "master_addr": "an engine runs on one node",
     "nccl_port": "the run takes ports from the kernel",
+    "nnodes": "an engine runs on one node",
+    "node_rank": "an engine runs on one node",
     "port": "the run takes ports from the kernel",
     "pp_size": "set generation.pipeline_parallel",
     "pipeline_parallel_size": "set generation.pipeline_parallel",
     "scheduling_policy": "the run orders requests, so that training goes before evaluation",
+    "structured_outputs_config": "grammars mean the same on every engine",
     "tensor_parallel_size": "set generation.tensor_parallel",
     "tp": "set generation.tensor_parallel",
     "tp_size": "set generation.tensor_parallel",
@@ -83,7 +88,8 @@ class WeightsConfig:
     """Size of one flat transfer buffer, in MiB."""
     delta: bool = False
     """Send only the elements that have changed, exactly, wherever that is shorter: worth it where weights are bfloat16
-    and steps small. Costs a copy of the weights in rank 0's host memory; with the embedded engine."""
+    and steps small. Costs a copy of the weights in rank 0's host memory, and with vLLM one in that of each of its
+    ranks. SGLang takes whole tensors only."""
     whole_every: int = 32
     """With `delta`, of so many updates in a row one is whole; so is each after an engine failed or came back."""
     min_mb_per_s: float = 50.0

@@ -264,11 +264,19 @@ def test_greedy_takes_the_likeliest_and_tells_its_log_prob_at_temperature_one(
     assert_logprobs(completion, told)
 
 
-def kept(probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
-    """Which tokens [T, V] may be sampled, by the definitions of top-k, nucleus and min-p sampling."""
+def kept(
+    probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0, min_p: float = 0.0, in_turn: bool
+) -> torch.Tensor:
+    """Which tokens [T, V] may be sampled, by the definitions of top-k, nucleus and min-p sampling.
+
+    Args:
+        in_turn: the nucleus is that of what the other two leave, and not of the whole.
+    """
     ordered, order = probabilities.sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    inside = (torch.arange(ordered.shape[1]) < top_k) & (before < top_p) & (ordered >= min_p * ordered[:, :1])
+    inside = (torch.arange(ordered.shape[1]) < top_k) & (ordered >= min_p * ordered[:, :1])
+    left = ordered * inside if in_turn else ordered
+    left = left / left.sum(-1, keepdim=True)
+    inside &= left.cumsum(-1) - left < top_p
     return torch.zeros_like(inside).scatter(1, order, inside)
 
 
@@ -276,11 +284,11 @@ def kept(probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0
     "limit", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}], ids=str
 )
 def test_E2_narrowed_sampling_keeps_to_its_set_and_its_log_probs_are_of_that(
-    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any]
+    engine: Opens, judge: tuple[Path, Any], limit: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     completion = run(engine, lambda made: made.generate(asked(60, prompt=LONG_PROMPT, temperature=1.0, **limit)))
     told = logits(judge, LONG_PROMPT, completion)
-    inside = kept(torch.softmax(told, -1), **limit)
+    inside = kept(torch.softmax(told, -1), **limit, in_turn="vllm" in request.node.name)
     sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
     assert inside.gather(1, sampled).all()
     assert inside.sum() > len(completion.token_ids)  # there is something to sample from

@@ -6,6 +6,7 @@ The judge of log-probs is transformers, in float32 and in one pass over the whol
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,13 +18,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from real_engines import REAL, SGLANG, RealEngine, served
+from real_engines import REAL, SGLANG, VLLM, RealEngine, served
 from tiny_models import make_model
 
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.telemetry import add_secret
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -54,6 +56,16 @@ class World:
         self.models[self.version] = model
         return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
 
+    def slightly_other_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Those of the next version, of which one element in ten is another."""
+        model = copy.deepcopy(self.models[self.version])
+        self.version += 1
+        self.models[self.version] = model
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[self.version % 10 :: 10] *= 1.5
+        return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
     def logprobs(self, completion: Completion) -> Any:
         """What each token's own version of the model gives it: log-probs [T]."""
         token_ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
@@ -74,7 +86,8 @@ class World:
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(request.param, tmp_path_factory.mktemp("world"))
     add_secret("secret")
-    with served(made.engine, made.directory / "model", made.directory / "engine.log") as made.server:
+    keeps = {"keeps_weights": made.engine is VLLM}
+    with served(made.engine, made.directory / "model", made.directory / "engine.log", **keeps) as made.server:
         yield made
 
 
@@ -143,6 +156,29 @@ def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind:
             for name, tensor in weights:
                 rows = held[name][: len(tensor)]  # behind those of the vocabulary it keeps some for padding
                 assert torch.equal(rows.view(tensor.shape), tensor), name
+        await transport.close()
+
+    drive(world, scenario)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "disk"])
+def test_changes_alone_make_the_weights_that_the_trainer_has(world: World, kind: str, tmp_path: Path) -> None:
+    if world.engine is SGLANG:
+        pytest.skip("SGLang takes whole tensors only")
+
+    async def scenario(client: EngineClient) -> None:
+        transport: Any = (
+            BroadcastTransport([client], epoch=100 + world.version, timeout_s=100, baseline=Baseline(whole_every=8))
+            if kind == "broadcast"
+            else DiskTransport(tmp_path / "weights", [client], epoch=1, timeout_s=100, baseline=Baseline(whole_every=8))
+        )
+        for whole in (True, False, False):
+            weights = world.new_weights() if whole else world.slightly_other_weights()
+            told = await transport.publish(world.version, iter(weights))
+            assert (told["bytes_saved"] == 0) == whole
+            after = await client.generate(asked(30))
+            assert after.versions.tolist() == [world.version] * 30
+            np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
         await transport.close()
 
     drive(world, scenario)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -19,7 +21,10 @@ from tiny_models import make_model
 from areal_hpc.accelerator import CPU, CUDA
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
-from areal_hpc.errors import ConfigError, GenerationError, WeightUpdateError
+from areal_hpc.delta import Weight, bits, difference
+from areal_hpc.dialogue.grammar import LAYOUT
+from areal_hpc.dialogue.structural_tag import lark_of
+from areal_hpc.errors import ConfigError, GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import Connection, EngineLost
 from areal_hpc.generation.external.process import reserved_port, url_of
@@ -27,7 +32,7 @@ from areal_hpc.generation.external.spec import ServerSpec
 from areal_hpc.generation.vllm.arguments import engine_arguments, server_environment
 from areal_hpc.generation.vllm.process import load as load_of
 from areal_hpc.generation.vllm.process import serving
-from areal_hpc.generation.vllm.worker import prepare_tied
+from areal_hpc.generation.vllm.worker import Arrivals, prepare_tied
 from areal_hpc.roles.wiring import servers as wiring
 from areal_hpc.types import GenerationRequest, Sampling, StopReason
 from areal_hpc.weights.disk import DiskTransport
@@ -151,7 +156,7 @@ def drive(model: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.Monke
     async def served() -> Any:
         engine = VllmEngine(["--model", str(model[0]), "--max-model-len", "300", "--max-num-seqs", "2"], "0")
         with reserved_port("127.0.0.1") as port:
-            ours = {"host": "127.0.0.1", "port": port, "key": KEY, "update_timeout_s": 30.0}
+            ours = {"host": "127.0.0.1", "port": port, "key": KEY, "update_timeout_s": 30.0, "keeps_weights": False}
             serving_it = asyncio.create_task(serve(engine, ours))
             client = EngineClient("engine-0", url_of("127.0.0.1", port), token=KEY)
             try:
@@ -191,6 +196,33 @@ def test_an_answer_has_the_tokens_their_log_probs_and_their_versions(drive: Driv
         assert whole.stop is StopReason.LENGTH
         stopped = await client.generate(asked(50, stop_token_ids=(70,)))
         assert (stopped.token_ids.tolist(), stopped.stop) == ([68, 69, 70], StopReason.STOP)
+
+    drive(scenario)
+
+
+def test_the_likeliest_tokens_are_told_in_their_order_and_none_that_could_not_be_sampled(drive: Drive) -> None:
+    async def scenario(client: EngineClient, _: Any) -> None:
+        for num, places in ((2, ((-0.9, 8), (-1.0, 7))), (4, ((-0.9, 8), (-1.0, 7), (fake_vllm.LOGPROB, 68)))):
+            completion = await client.generate(replace(asked(1), num_top=num))
+            assert completion.top_logprobs == (places,)
+
+    drive(scenario)
+
+
+def test_grammars_are_those_of_the_other_engines_and_what_vllm_would_misread_is_refused(drive: Drive) -> None:
+    tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]}
+
+    async def scenario(client: EngineClient, engine: Any) -> None:
+        await client.generate(asked(1, json_schema='{"type": "object"}'))
+        assert engine.llm.asked[-1].structured_outputs.json == {"type": "object", "x-guidance": LAYOUT}
+        await client.generate(asked(1, structural_tag=json.dumps(tag)))
+        assert engine.llm.asked[-1].structured_outputs.grammar == lark_of(json.dumps(tag), LAYOUT)
+        with pytest.raises(RequestRefused, match="the schema cannot be forced"):
+            await client.generate(asked(1, json_schema='{"type": "nonsense"}'))
+        engine.text = SimpleNamespace(encode=lambda _: [5])  # a tokenizer that has this text as one token
+        called = json.dumps(tag).replace("<a>", "<tool_call>")
+        with pytest.raises(RequestRefused, match="to vLLM's grammars <tool_call> is no text"):
+            await client.generate(asked(1, structural_tag=called))
 
     drive(scenario)
 
@@ -238,7 +270,7 @@ def test_an_aborted_request_keeps_what_it_has(drive: Drive) -> None:
         ({"sampling_params": {"temperature": 101.0}}, "that is too hot"),
         ({"sampling_params": {"stop_token_ids": [272]}}, r"token ids must be in \[0, 272\)"),
         ({"input_ids": []}, "the prompt is empty"),
-        ({"top_logprobs_num": 3}, "not served here"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "not served here"),
         ({"return_hidden_states": True}, "not supported here"),
     ],
 )
@@ -315,7 +347,7 @@ def test_weights_arrive_whole_or_the_engine_serves_nothing(
         assert await client.probe() == 9
         assert (await client.generate(asked(3, "healed"))).versions.tolist() == [9] * 3
         taken = [method for method, _ in engine.llm.called]
-        assert taken == ["areal_join", *["areal_begin", "areal_receive", "areal_end"] * 2]
+        assert taken == ["areal_join", *["areal_begin", "areal_receive", "areal_come"] * 2, "areal_load"]
 
     drive(scenario)
 
@@ -325,7 +357,7 @@ def test_weights_arrive_whole_or_the_engine_serves_nothing(
     [
         ({"names": ["stranger"]}, "'stranger' has shape"),
         ({"shapes": [[1]]}, "has shape .*, the model's is"),
-        ({"nums_changed": [3]}, "takes whole tensors only"),
+        ({"nums_changed": [3]}, "comes as a delta, and nothing is kept"),
         ({"load_format": None}, "flattened buckets only"),
         ({"group_name": "other"}, "group 'other' does not exist"),
     ],
@@ -344,9 +376,10 @@ def test_a_bucket_that_the_model_cannot_take_is_refused_before_anybody_waits_for
     drive(scenario)
 
 
-def test_weights_are_taken_in_a_pause_only(drive: Drive, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_weights_are_put_into_place_in_a_pause_only(drive: Drive, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
     async def scenario(client: EngineClient, _: Any) -> None:
-        for path, body in (("/begin_weight_update", {}), ("/update_weights_from_disk", {"model_path": str(model[0])})):
+        assert (await post(client, "/begin_weight_update", {}))[0] == 200
+        for path, body in (("/end_weight_update", {}), ("/update_weights_from_disk", {"model_path": str(model[0])})):
             status, message = await post(client, path, body)
             assert (status, "not paused" in message) == (400, True)
         assert await client.probe() == 0  # nothing has happened to it
@@ -354,7 +387,7 @@ def test_weights_are_taken_in_a_pause_only(drive: Drive, model: tuple[Path, dict
     drive(scenario)
 
 
-@pytest.mark.parametrize("method", ["areal_begin", "areal_receive", "areal_end"])
+@pytest.mark.parametrize("method", ["areal_begin", "areal_receive", "areal_come", "areal_load"])
 def test_a_worker_that_fails_half_way_quarantines_the_engine(
     drive: Drive, model: tuple[Path, dict[str, torch.Tensor]], method: str
 ) -> None:
@@ -380,7 +413,7 @@ def test_weights_come_from_disk_and_a_directory_of_another_model_changes_nothing
         transport = DiskTransport(tmp_path / "weights", [client], epoch=1)
         await transport.publish(3, model[1].items())
         assert await client.probe() == 3
-        assert [method for method, _ in engine.llm.called] == ["areal_begin", "areal_read", "areal_end"]
+        assert [method for method, _ in engine.llm.called] == ["areal_read"]
         with pytest.raises(WeightUpdateError, match="does not fit"):
             await transport.publish(4, list(model[1].items())[:-1])
         assert not engine.quarantined
@@ -404,3 +437,55 @@ def test_a_tied_head_is_made_ready_again_and_nothing_else() -> None:
     model = torch.nn.ModuleList([Layer(shared), Layer(torch.nn.Parameter(torch.ones(2, 2))), Layer(shared)])
     prepare_tied(model)
     assert [id(layer) for layer in prepared] == [id(model[2])]
+
+
+WHOLE = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def changed() -> dict[str, torch.Tensor]:
+    now = {name: tensor.clone() for name, tensor in WHOLE.items()}
+    now["a"][2] = float("nan")
+    now["b"][0] = -0.0
+    return now
+
+
+def taken(arrivals: Arrivals, weights: Iterable[tuple[str, Weight]], *, loaded: bool = True) -> dict[str, torch.Tensor]:
+    arrivals.begin(keeps=True)
+    arrivals.new.update(arrivals.taken(weights))
+    new = arrivals.new
+    if loaded:
+        arrivals.settle(new)
+    return new
+
+
+def test_changes_are_applied_to_what_the_worker_has_and_to_nothing_else() -> None:
+    now = changed()
+    deltas = [(name, difference(WHOLE[name], now[name])) for name in now]
+    arrivals = Arrivals()
+    with pytest.raises(WeightUpdateError, match="'a', of which nothing is held; send it whole"):
+        taken(arrivals, deltas)
+    taken(arrivals, [(name, tensor.clone()) for name, tensor in WHOLE.items()])
+    for name, tensor in taken(arrivals, deltas).items():
+        assert torch.equal(bits(tensor), bits(now[name]))
+    with pytest.raises(WeightUpdateError, match="made against other weights"):
+        taken(arrivals, [(name, difference(now[name], WHOLE[name] + 1)) for name in ("b",)] + deltas)
+
+
+def test_after_a_failed_update_changes_alone_are_refused() -> None:
+    """They were applied to the only copy that there is, so that it is worth nothing."""
+    now = changed()
+    deltas = [(name, difference(WHOLE[name], now[name])) for name in now]
+    arrivals = Arrivals()
+    taken(arrivals, [(name, tensor.clone()) for name, tensor in WHOLE.items()])
+    taken(arrivals, deltas, loaded=False)
+    with pytest.raises(WeightUpdateError, match="nothing is held"):
+        taken(arrivals, deltas)
+    assert taken(arrivals, WHOLE.items()).keys() == WHOLE.keys()
+
+
+def test_without_need_the_worker_keeps_nothing() -> None:
+    arrivals = Arrivals()
+    arrivals.begin(keeps=False)
+    arrivals.new.update(arrivals.taken(WHOLE.items()))
+    arrivals.settle(arrivals.new)
+    assert arrivals.held == arrivals.base == arrivals.new == {}

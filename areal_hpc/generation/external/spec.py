@@ -36,6 +36,8 @@ class ServerSpec:
     """Version of the weights in ``model_path``."""
     update_timeout_s: float = 120.0
     """Longest time of one step of a weight update, where the engine is told."""
+    keeps_weights: bool = False
+    """Whether an engine whose worker is ours keeps a copy, against which changes alone may come."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by the engine's names, which win over what is chosen here."""
 

@@ -27,6 +27,7 @@ def engine_arguments(spec: ServerSpec) -> list[str]:
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature and all
         "scheduling_policy": "priority",
+        "structured_outputs_config": {"backend": "guidance"},  # which is ours, too, so that grammars mean the same
         "worker_extension_cls": WORKER,
         "disable_log_stats": True,
     }

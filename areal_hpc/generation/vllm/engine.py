@@ -6,8 +6,10 @@ processes that vLLM starts.
 
 from __future__ import annotations
 
+import json
+import math
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,8 @@ from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_hpc.dialogue.grammar import LAYOUT, grammar_of, grammar_of_tag
+from areal_hpc.dialogue.structural_tag import TEXT_TOKENS, lark_of
 from areal_hpc.dialogue.text import Text, load_text
 from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.generation.embedded.sequence import SamplingParams
@@ -39,8 +43,10 @@ class Progress:
     request_id: str
     num_prompt: int
     params: SamplingParams
+    num_top: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[list[list[Any]]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     spans: list[dict[str, Any]] = field(default_factory=list)
     num_cached: int = 0
@@ -52,6 +58,8 @@ class Progress:
         for token_id, row in zip(part.token_ids, part.logprobs or (), strict=True):
             self.token_ids.append(token_id)
             self.logprobs.append(row[token_id].logprob)
+            if self.num_top:
+                self.tops.append(_likeliest(row, self.num_top))
         if part.finish_reason is not None:
             self.finish_reason = _finish_reason(part.finish_reason, part.stop_reason, self.token_ids)
             spans = part.weight_versions or ()
@@ -67,7 +75,7 @@ class Progress:
         """
         shown = final_text(self, text) if self.finish_reason is not None else ""
         rows = [[logprob, token_id, None] for logprob, token_id in zip(self.logprobs, self.token_ids, strict=True)]
-        meta = {
+        meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.num_prompt,
@@ -77,7 +85,15 @@ class Progress:
             "weight_versions": self.spans,
             "output_token_logprobs": rows,
         }
+        if self.num_top:
+            meta["output_top_logprobs"] = self.tops
         return {"text": shown, "output_ids": self.token_ids, "meta_info": meta}
+
+
+def _likeliest(row: Mapping[int, Any], num: int) -> list[list[Any]]:
+    """What vLLM tells of one place, as SGLang has it, the likeliest first; without what could not be sampled."""
+    ranked = sorted((told.rank, told.logprob, token_id) for token_id, told in row.items() if told.rank <= num)
+    return [[logprob, token_id, None] for _, logprob, token_id in ranked if math.isfinite(logprob)]
 
 
 def _finish_reason(kind: str, matched: int | str | None, token_ids: list[int]) -> dict[str, Any]:
@@ -136,7 +152,13 @@ class VllmEngine:
     # -- requests
 
     async def generate(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str = "", priority: int = 0
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        num_top: int = 0,
     ) -> AsyncGenerator[Progress]:
         """The same object over and over, whenever more of the answer is there; the last time it is whole.
 
@@ -148,10 +170,13 @@ class VllmEngine:
         name = request_id or uuid.uuid4().hex
         if name in self._in_flight:
             raise DataError(f"a request of the id {name!r} is running; give each an id of its own")
-        progress = self._in_flight[name] = Progress(request_id=name, num_prompt=len(prompt), params=params)
+        progress = self._in_flight[name] = Progress(
+            request_id=name, num_prompt=len(prompt), params=params, num_top=num_top
+        )
         try:
             with _refusals():
-                outputs = self.llm.generate(tokens_input(list(prompt)), _sampling(params), name, priority=priority)
+                wanted = _sampling(params, num_top)
+                outputs = self.llm.generate(tokens_input(list(prompt)), wanted, name, priority=priority)
             async with aclosing(outputs):
                 while True:
                     with _refusals():
@@ -170,8 +195,14 @@ class VllmEngine:
             raise DataError("n must be 1 here; send as many requests")
         if not prompt:
             raise DataError("the prompt is empty; send at least one token")
-        if (params.stop or params.json_schema) and self.text is None:
-            raise DataError(f"stop strings and schemas need a tokenizer, and {self.model_path} has none")
+        forced = bool(params.json_schema or params.structural_tag)
+        if (params.stop or forced) and self.text is None:
+            raise DataError(f"stop strings, schemas and tags need a tokenizer, and {self.model_path} has none")
+        if params.structural_tag and (special := self._special_in(params.structural_tag)):
+            raise DataError(
+                f"the structural_tag cannot be forced: to vLLM's grammars {special[0]} is no text; leave `strict` out, "
+                "or set generation.backend to embedded or sglang"
+            )
         if not all(0 <= token_id < self.vocab_size for token_id in (*prompt, *params.stop_token_ids)):
             raise DataError(f"token ids must be in [0, {self.vocab_size})")
         if len(prompt) + params.max_new_tokens > self.max_tokens:
@@ -179,6 +210,11 @@ class VllmEngine:
                 f"a prompt of {len(prompt)} tokens and max_new_tokens {params.max_new_tokens} exceed the context of "
                 f"{self.max_tokens} tokens; nothing is truncated, so send less or ask for less"
             )
+
+    def _special_in(self, tag: str) -> list[str]:
+        """Tokens in a tag that are written <so>, which vLLM's grammars take for special whatever they are."""
+        assert self.text is not None
+        return [token for token in TEXT_TOKENS if token in tag and len(self.text.encode(token)) == 1]
 
     async def abort(self, request_id: str | None) -> None:
         """End a request, or all; what there is of it becomes its answer."""
@@ -217,9 +253,21 @@ def _refusals() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _sampling(params: SamplingParams) -> VllmParams:
+def _grammar(params: SamplingParams) -> StructuredOutputsParams | None:
+    """What forces an answer, as llguidance takes it from us everywhere. Raises DataError if nothing can."""
+    if params.json_schema:
+        grammar_of(params.json_schema)
+        schema = json.loads(params.json_schema)  # true and false are schemas, too
+        laid_out = {**schema, "x-guidance": LAYOUT} if isinstance(schema, dict) else params.json_schema
+        return StructuredOutputsParams(json=laid_out)
+    if params.structural_tag:
+        grammar_of_tag(params.structural_tag)
+        return StructuredOutputsParams(grammar=lark_of(params.structural_tag, LAYOUT))
+    return None
+
+
+def _sampling(params: SamplingParams, num_top: int) -> VllmParams:
     """The same under vLLM's names: the sampled token's log-prob comes with it, and outputs hold what is new."""
-    schema = StructuredOutputsParams(json=params.json_schema) if params.json_schema else None
     return VllmParams(
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
@@ -233,7 +281,7 @@ def _sampling(params: SamplingParams) -> VllmParams:
         skip_special_tokens=params.skip_special_tokens,
         detokenize=bool(params.stop),
         seed=None if params.sampling_seed is None else params.sampling_seed % LARGEST_SEED,
-        structured_outputs=schema,
-        logprobs=0,
+        structured_outputs=_grammar(params),
+        logprobs=num_top,
         output_kind=RequestOutputKind.DELTA,
     )

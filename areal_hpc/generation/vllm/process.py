@@ -44,6 +44,7 @@ async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -
             "key": spec.key,
             "version": spec.version,
             "update_timeout_s": spec.update_timeout_s,
+            "keeps_weights": spec.keeps_weights,
         }
         async with started(
             "vLLM",

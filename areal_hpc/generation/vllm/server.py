@@ -1,6 +1,6 @@
 """SGLang's native HTTP surface in front of vLLM: a program, started by ``external/launch.py``.
 
-    arguments   {"host": ..., "port": ..., "key": ..., "version": ..., "update_timeout_s": ...}   ours, one JSON object
+    arguments   {"host": ..., "port": ..., "key": ..., "version": ..., ...}   ours, one JSON object
                 --model ... --max-model-len ...                                                   vLLM's own
 
 It ends when vLLM's engine has died, and on SIGINT. Answers have the shapes of the embedded engine's server.
@@ -34,7 +34,7 @@ PAUSE_MODE = "retract"
 POLL_S = 0.5
 PROBE_LIMIT_S = 10.0
 LAST_ANSWERS_S = 0.5
-CAPABILITIES = {"checksums": True, "deltas": False, "stages": False, "retracts": True, "priorities": True}
+CAPABILITIES = {"checksums": True, "stages": True, "retracts": True, "priorities": True}
 
 
 class EngineRoutes:
@@ -64,8 +64,8 @@ class EngineRoutes:
         asked = parse_generate(await read_body(request), None)
         if not asked.single:
             raise DataError("one prompt a request, please")
-        if asked.num_top or asked.logprob_start is not None:
-            raise DataError("log-probs of prompts, and of tokens that were not sampled, are not served here")
+        if asked.logprob_start is not None:
+            raise DataError("log-probs of prompts are not served here")
         if asked.stream:
             return await self._streamed(request, asked)
         async for progress in self._sampled(asked):
@@ -73,7 +73,13 @@ class EngineRoutes:
         return web.json_response(self._told(last))
 
     def _sampled(self, asked: GenerateRequest) -> AsyncGenerator[Progress]:
-        return self._engine.generate(asked.prompts[0], asked.params[0], asked.request_ids[0], asked.priority)
+        return self._engine.generate(
+            asked.prompts[0],
+            asked.params[0],
+            asked.request_ids[0],
+            priority=asked.priority,
+            num_top=asked.num_top,
+        )
 
     def _told(self, progress: Progress) -> dict[str, Any]:
         return progress.answer(self._engine.version, self._engine.text)
@@ -137,7 +143,7 @@ class EngineRoutes:
         info = {
             "version": VERSION,
             "vllm": vllm_version,
-            "areal_hpc": CAPABILITIES,
+            "areal_hpc": CAPABILITIES | {"deltas": self._updates.keeps},
             "model_path": str(self._engine.model_path),
             "context_length": self._engine.max_tokens,
             "weight_version": self._engine.version,
@@ -155,7 +161,9 @@ async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
 async def serve(engine: VllmEngine, ours: Mapping[str, Any]) -> None:
     """Answer requests until the engine has died."""
     await engine.start()
-    updates = WeightUpdates(engine, asyncio.get_running_loop(), timeout_s=ours["update_timeout_s"])
+    updates = WeightUpdates(
+        engine, asyncio.get_running_loop(), timeout_s=ours["update_timeout_s"], keeps=ours["keeps_weights"]
+    )
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(ours["key"]), errors_as_answers])
     application.add_routes([*EngineRoutes(engine, updates).table(), *WeightRoutes(updates).table()])
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)

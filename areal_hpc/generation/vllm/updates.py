@@ -2,19 +2,21 @@
 
     join(address, rank)
     begin()
-    load_bucket(...)   any number    every worker receives it, proves it and puts it aside, layer by layer
-    end()                            every tensor of the checkpoint has come: the layers take their new weights
+    load_bucket(...)   any number    every worker receives and proves it, and samples on meanwhile
+    end()                            every tensor of the checkpoint has come: the model is made of them
 
     load_directory(path)             the same from safetensors on disk; names and shapes are checked before
 
-Generation must be paused: in between the model is in parts. An update that fails leaves it with weights that are worth
-nothing, so the engine is quarantined: it serves nothing until a whole update has been loaded.
+For the last step generation must be paused: in between the model is in parts. After an update that fails the trainer
+has newer weights, and the model perhaps none that are worth anything, so the engine is quarantined: it serves nothing
+until a whole update has been loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +30,8 @@ from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import shapes_in
 
 HEAD = "lm_head.weight"
+POLL_S = 0.005
+"""Between two looks at a bucket that is coming; workers cannot wait for it, since they compute."""
 
 T = TypeVar("T")
 
@@ -49,9 +53,13 @@ class WeightUpdates:
     Args:
         loop: the engine's.
         timeout_s: longest time of one step.
+        keeps: whether the workers keep a copy in host memory, so that changes alone may come.
     """
 
-    def __init__(self, engine: VllmEngine, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+    def __init__(
+        self, engine: VllmEngine, loop: asyncio.AbstractEventLoop, *, timeout_s: float, keeps: bool = False
+    ) -> None:
+        self.keeps = keeps
         self._engine, self._loop = engine, loop
         self._timeout_s = timeout_s
         self._groups: set[str] = set()
@@ -89,8 +97,7 @@ class WeightUpdates:
     def begin(self) -> None:
         """Open an update. One that was open is given up."""
         with self._turn:
-            self._paused()
-            self._taking("areal_begin")
+            self._taking("areal_begin", self.keeps)
             self._session = _Session()
 
     def load_bucket(
@@ -118,6 +125,8 @@ class WeightUpdates:
                 self._await(self._engine.abort(None))
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
                 self._taking("areal_receive", group, [asdict(spec) for spec in specs], checked)
+                while not all(self._taking("areal_come")):
+                    time.sleep(POLL_S)
             session.names |= {spec.name for spec in specs}
             session.version = version or session.version
             session.flush_cache |= flush_cache
@@ -125,16 +134,17 @@ class WeightUpdates:
     def end(self) -> None:
         """Close the update: all parameters have come. Closing twice is closing once."""
         with self._turn:
-            session, self._session = self._session, None
-            if session is None:
+            if self._session is None:
                 return
-            self._taking("areal_end")
+            self._paused()
+            session, self._session = self._session, None
             if missing := sorted(self._shapes.keys() - self._optional - session.names):
-                self._engine.quarantined = "an update of its weights lacked parameters"
+                self._quarantine("an update of its weights lacked parameters")
                 raise WeightUpdateError(
                     f"{len(missing)} parameters did not come, such as {missing[:3]}; the engine is quarantined until "
                     "a whole update comes"
                 )
+            self._taking("areal_load")
             self._serve(session.version, flush_cache=session.flush_cache)
 
     # -- an update from disk
@@ -152,8 +162,7 @@ class WeightUpdates:
             if abort_all:
                 self._await(self._engine.abort(None))
             self._session = None
-            for step, arguments in (("areal_begin", ()), ("areal_read", (str(directory),)), ("areal_end", ())):
-                self._taking(step, *arguments)
+            self._taking("areal_read", str(directory), self.keeps)
             self._serve(version, flush_cache=flush_cache)
             return sum(self._engine.load()[name] for name in ("num_running", "num_waiting"))
 
@@ -170,6 +179,10 @@ class WeightUpdates:
         if not self._engine.paused:
             raise WeightUpdateError("generation is not paused, and vLLM takes weights apart to load new ones; pause it")
 
+    def _quarantine(self, why: str) -> None:
+        self._engine.quarantined = why
+        self._await(self._engine.abort(None))
+
     def _opened(self) -> _Session:
         if self._session is None:
             raise WeightUpdateError(
@@ -180,8 +193,10 @@ class WeightUpdates:
     def _known(self, specs: Sequence[TensorSpec]) -> None:
         """Raises WeightUpdateError unless the checkpoint that the engine was started with has such tensors."""
         for spec in specs:
-            if spec.num_changed is not None:
-                raise WeightUpdateError(f"weight {spec.name!r} comes as a delta, and vLLM takes whole tensors only")
+            if spec.num_changed is not None and not self.keeps:
+                raise WeightUpdateError(
+                    f"weight {spec.name!r} comes as a delta, and nothing is kept; set weights.delta"
+                )
             expected = self._shapes.get(spec.name, spec.shape if spec.name in self._optional else None)
             if expected != spec.shape:
                 raise WeightUpdateError(f"weight {spec.name!r} has shape {spec.shape}, the model's is {expected}")
@@ -196,22 +211,22 @@ class WeightUpdates:
     def _await(self, action: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(action, self._loop).result()
 
-    def _workers(self, method: str, *arguments: Any) -> None:
-        """One call on all workers at once, between two steps.
+    def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """What each worker says to one call, made on all at once between two steps.
 
         Raises:
             WeightUpdateError: it failed on one of them. vLLM tells only that failure's text.
         """
         try:
-            self._await(self._engine.llm.collective_rpc(method, args=arguments))
+            return self._await(self._engine.llm.collective_rpc(method, args=arguments))
         except Exception as error:  # whatever a worker raised: vLLM hands it on as a bare Exception
             raise WeightUpdateError(f"vLLM's workers could not {method.removeprefix('areal_')}: {error}") from error
 
-    def _taking(self, method: str, *arguments: Any) -> None:
+    def _taking(self, method: str, *arguments: Any) -> list[Any]:
         """The same of a step after whose failure nobody knows what the model holds."""
         try:
-            self._workers(method, *arguments)
+            return self._workers(method, *arguments)
         except WeightUpdateError as error:
             self._session = None
-            self._engine.quarantined = "an update of its weights failed half-way"
+            self._quarantine("an update of its weights failed half-way")
             raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error

@@ -1,31 +1,88 @@
-"""In each of vLLM's workers: weight groups, and new weights into the model that the worker computes with.
+"""In each of vLLM's workers: weight groups, and new weights beside the model that the worker computes with.
 
 vLLM mixes this class into its own worker and calls its methods by name, on all workers at once, between two steps.
 
     areal_join(address, rank_offset)
-    areal_begin()                      every layer waits for its tensors
-    areal_receive(group, specs)        any number; or areal_read(directory)
-    areal_end()                        the layers are put together and take the place of the old ones
+    areal_begin(keeps)                 what came of an earlier update and was not loaded is forgotten
+    areal_receive(group, specs)        any number; a thread receives and proves it while the worker computes on
+    areal_come()                       whether it has
+    areal_load()                       in a pause: all that has come takes the place of the old weights
+    areal_read(directory)              in a pause: the same, of all weights in a directory
 
-Between ``areal_begin`` and ``areal_end`` the model cannot compute, so generation is paused. What was begun and failed
-is ended, too: the model is whole then, with weights that are worth nothing, and takes the next update.
+What comes is put into host memory, since a device seldom has room for a model twice. With ``keeps`` it stays there
+afterwards, so that a later update may bring changes alone. A load that fails leaves the model whole, with weights that
+are worth nothing; it takes the next update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from areal_hpc.buckets import num_bytes, unpack
 from areal_hpc.collective import join_group, leave_group
-from areal_hpc.delta import Weight
+from areal_hpc.delta import Delta, Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.weight_files import read_update
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What a worker has of the trainer's."""
+
+    groups: dict[str, ProcessGroup] = field(default_factory=dict)
+    keeps: bool = False
+    held: Tensors = field(default_factory=dict)
+    """What the model computes with, in host memory; only with ``keeps``."""
+    base: Tensors = field(default_factory=dict)
+    """What was held when the update began; changes are applied to it, so that it is worth nothing after a failure."""
+    new: Tensors = field(default_factory=dict)
+    coming: Future[None] | None = None
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
+
+    def begin(self, *, keeps: bool) -> None:
+        if self.coming is not None:
+            self.coming.exception()  # its group is gone by now; whatever it was, nobody wants it any more
+            self.coming = None
+        self.base, self.held, self.new = self.held, {}, {}
+        self.keeps = keeps
+
+    def receive(self, group: str, specs: Sequence[TensorSpec], device: torch.device, *, checked: bool) -> None:
+        """Take one bucket that rank 0 broadcasts. Raises WeightUpdateError if it is not what was sent."""
+        buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8, device=device)
+        dist.broadcast(buffer, group=self.groups[group], group_src=0)
+        self.new.update(self.taken(unpack(buffer, specs, checked=checked)))
+
+    def taken(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors in host memory: those that came, and those of which changes came.
+
+        Raises:
+            WeightUpdateError: changes came of something that is not held.
+        """
+        for name, weight in weights:
+            if not isinstance(weight, Delta):
+                yield name, weight.cpu()
+                continue
+            if name not in self.base:
+                raise WeightUpdateError(f"a delta came for weight {name!r}, of which nothing is held; send it whole")
+            apply(self.base[name], weight)
+            yield name, self.base[name]
+
+    def settle(self, new: Tensors) -> None:
+        """``new`` is what the model computes with."""
+        self.held, self.base, self.new = (new if self.keeps else {}), {}, {}
 
 
 class Receiver:
@@ -36,69 +93,82 @@ class Receiver:
     vllm_config: Any
     model_runner: Any
 
-    _areal_open = False
+    @property
+    def areal_arrivals(self) -> Arrivals:
+        """Made when it is first asked for: vLLM calls no constructor of ours."""
+        if "_areal_arrivals" not in self.__dict__:
+            self.__dict__["_areal_arrivals"] = Arrivals()
+        arrivals: Arrivals = self.__dict__["_areal_arrivals"]
+        return arrivals
 
     def areal_join(self, address: Mapping[str, Any], rank_offset: int, timeout_s: float) -> None:
         """Enter the trainer's group."""
         group = join_group(GroupAddress(**address), rank_offset + self.rank, timeout_s)
-        self.__dict__.setdefault("_areal_groups", {})[address["name"]] = group
+        self.areal_arrivals.groups[address["name"]] = group
 
     def areal_leave(self, name: str) -> None:
-        leave_group(self.__dict__["_areal_groups"].pop(name))
+        leave_group(self.areal_arrivals.groups.pop(name))
 
-    def areal_begin(self) -> None:
-        """Open an update. One that was open is given up."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        self.areal_end()
-        initialize_layerwise_reload(self.model_runner.get_model())
-        self._areal_open = True
+    def areal_begin(self, keeps: bool) -> None:
+        self.areal_arrivals.begin(keeps=keeps)
 
     def areal_receive(self, group: str, specs: Sequence[Mapping[str, Any]], checked: bool) -> None:
-        """Take one bucket that rank 0 broadcasts.
+        """Begin to take one bucket."""
+        arrivals = self.areal_arrivals
+        tensors = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in specs]
+        arrivals.coming = arrivals.pool.submit(arrivals.receive, group, tensors, self.device, checked=checked)
+
+    def areal_come(self) -> bool:
+        """Whether the bucket has come.
 
         Raises:
-            WeightUpdateError: it is not what was sent.
+            WeightUpdateError, RuntimeError: it has not, and will not.
         """
-        tensors = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in specs]
-        # Layers keep views of it until all of theirs have come, so each bucket has memory of its own.
-        buffer = torch.empty(sum(map(num_bytes, tensors)), dtype=torch.uint8, device=self.device)
-        dist.broadcast(buffer, group=self.__dict__["_areal_groups"][group], group_src=0)
-        self._areal_load(unpack(buffer, tensors, checked=checked))
+        coming = self.areal_arrivals.coming
+        if coming is None or not coming.done():
+            return coming is None
+        self.areal_arrivals.coming = None
+        coming.result()
+        return True
 
-    def areal_read(self, directory: str) -> None:
-        """Take all weights from a directory.
+    def areal_load(self) -> None:
+        """Let the model compute with what has come."""
+        arrivals = self.areal_arrivals
+        self.areal_replace(arrivals.new.items())
+        arrivals.settle(arrivals.new)
+
+    def areal_read(self, directory: str, keeps: bool) -> None:
+        """Let the model compute with what is in a directory.
 
         Raises:
             WeightUpdateError: a tensor is not what the trainer wrote.
         """
-        self._areal_load(read_update(Path(directory)))
+        arrivals = self.areal_arrivals
+        arrivals.begin(keeps=keeps)
+        kept: Tensors = {}
+        self.areal_replace(_noting(arrivals.taken(read_update(Path(directory))), kept if keeps else None))
+        arrivals.settle(kept)
 
-    def _areal_load(self, weights: Iterable[tuple[str, Weight]]) -> None:
+    def areal_replace(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the model apart, layer by layer, and put it together of ``weights``."""
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self.model_runner.get_model().load_weights(_whole(weights))
-
-    def areal_end(self) -> None:
-        """Close the update, if one is open."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        if not self._areal_open:
-            return
-        self._areal_open = False
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
             prepare_tied(model)
 
 
-def _whole(weights: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, torch.Tensor]]:
-    for name, weight in weights:
-        if not isinstance(weight, torch.Tensor):
-            raise WeightUpdateError(f"weight {name!r} came as a delta; set weights.delta=false")
-        yield name, weight
+def _noting(weights: Iterable[tuple[str, torch.Tensor]], kept: Tensors | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        if kept is not None:
+            kept[name] = tensor
+        yield name, tensor
 
 
 def prepare_tied(model: torch.nn.Module) -> None:

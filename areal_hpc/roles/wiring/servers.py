@@ -110,6 +110,7 @@ def spec_of(process: RoleProcess) -> ServerSpec:
         seed=seed_of(process),
         version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,
+        keeps_weights=config.weights.delta,
         extra=config.generation.server_args,
     )
 
