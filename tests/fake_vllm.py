@@ -41,6 +41,13 @@ class EngineArgs(Options):
         return cls(**vars(given))
 
 
+def _row(token: int, num_top: int) -> dict[int, SimpleNamespace]:
+    """The sampled token, which is the second likeliest, and with it as many as are asked for."""
+    likeliest = {token + 1: LOGPROB / 2, token: LOGPROB, token + 2: LOGPROB * 2}
+    shown = [*likeliest][:num_top]
+    return {other: SimpleNamespace(logprob=likeliest[other]) for other in {token, *shown}}
+
+
 @dataclass
 class FakeLLM:
     """vLLM's AsyncLLM: one token for each turn of the loop and request, unless it is paused."""
@@ -53,6 +60,8 @@ class FakeLLM:
     called: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     recomputed: list[bool] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
+    asked: list[Any] = field(default_factory=list)
+    """The sampling parameters of each request."""
     going: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -70,6 +79,7 @@ class FakeLLM:
     async def generate(
         self, prompt: Mapping[str, Any], params: Any, request_id: str, priority: int = 0
     ) -> AsyncIterator[Any]:
+        self.asked.append(params)
         if params.temperature > 100:
             raise ClientError("that is too hot")
         token_ids, starts = [], []
@@ -97,7 +107,7 @@ class FakeLLM:
             ]
             part = SimpleNamespace(
                 token_ids=new,
-                logprobs=[{token: SimpleNamespace(logprob=LOGPROB)} for token in new],
+                logprobs=[_row(token, params.logprobs) for token in new],
                 finish_reason=reason,
                 stop_reason=matched,
                 weight_versions=spans if reason else None,

@@ -54,6 +54,18 @@ def calls_tag(written: ToolFormat, tools: Sequence[Mapping[str, Any]], *, forced
     return json.dumps({"structures": structures, "triggers": [trigger], "at_least_one": forced}, ensure_ascii=False)
 
 
+def format_of(tag: str) -> str:
+    """The tag as XGrammar's newer kind, as JSON: engines that know it take the older one without ``at_least_one``."""
+    read = json.loads(tag)
+    tags = [
+        {"begin": one["begin"], "content": {"type": "json_schema", "json_schema": one["schema"]}, "end": one["end"]}
+        for one in read["structures"]
+    ]
+    found = {"type": "triggered_tags", "triggers": read["triggers"], "tags": tags}
+    format_ = {**found, "at_least_one": bool(read.get("at_least_one"))}
+    return json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
+
+
 def lark_of(tag: str, layout: Mapping[str, Any]) -> str:
     """The tag as a grammar for llguidance.
 

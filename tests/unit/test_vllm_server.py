@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -195,6 +197,38 @@ def test_an_answer_has_the_tokens_their_log_probs_and_their_versions(drive: Driv
     drive(scenario)
 
 
+def test_the_likeliest_tokens_are_told_and_grammars_go_on_in_its_words(drive: Drive) -> None:
+    structure = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
+    tag = json.dumps({"structures": [structure], "triggers": ["<a>"], "at_least_one": True})
+
+    async def scenario(client: EngineClient, engine: Any) -> None:
+        for num_top in (1, 2, 3):
+            completion = await client.generate(replace(asked(2, f"r{num_top}"), num_top=num_top))
+            first = [(fake_vllm.LOGPROB / 2, 69), (fake_vllm.LOGPROB, 68), (fake_vllm.LOGPROB * 2, 70)]
+            assert completion.top_logprobs[0] == tuple(first[:num_top])
+            assert completion.logprobs.tolist() == [fake_vllm.LOGPROB] * 2
+        assert (await client.generate(asked(2, "r0"))).top_logprobs == ()
+        engine.text = SimpleNamespace(decode=lambda *_, **__: "")  # the model has a tokenizer
+        await client.generate(asked(2, "tagged", structural_tag=tag))
+        assert json.loads(engine.llm.asked[-1].structured_outputs.structural_tag) == {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<a>"],
+                "tags": [
+                    {
+                        "begin": "<a>",
+                        "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+                        "end": "</a>",
+                    }
+                ],
+                "at_least_one": True,
+            },
+        }
+
+    drive(scenario)
+
+
 def test_a_pause_holds_requests_and_they_are_computed_anew_under_the_next_version(drive: Drive) -> None:
     async def scenario(client: EngineClient, engine: Any) -> None:
         begun = asyncio.Event()
@@ -238,7 +272,7 @@ def test_an_aborted_request_keeps_what_it_has(drive: Drive) -> None:
         ({"sampling_params": {"temperature": 101.0}}, "that is too hot"),
         ({"sampling_params": {"stop_token_ids": [272]}}, r"token ids must be in \[0, 272\)"),
         ({"input_ids": []}, "the prompt is empty"),
-        ({"top_logprobs_num": 3}, "not served here"),
+        ({"logprob_start_len": 0}, "not served here"),
         ({"return_hidden_states": True}, "not supported here"),
     ],
 )

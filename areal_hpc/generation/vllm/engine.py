@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from areal_hpc.dialogue.structural_tag import format_of
 from areal_hpc.dialogue.text import Text, load_text
 from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.generation.embedded.sequence import SamplingParams
@@ -39,8 +40,11 @@ class Progress:
     request_id: str
     num_prompt: int
     params: SamplingParams
+    num_top: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[list[list[Any]]] = field(default_factory=list)
+    """The likeliest tokens at each place, in SGLang's shape."""
     finish_reason: dict[str, Any] | None = None
     spans: list[dict[str, Any]] = field(default_factory=list)
     num_cached: int = 0
@@ -52,6 +56,8 @@ class Progress:
         for token_id, row in zip(part.token_ids, part.logprobs or (), strict=True):
             self.token_ids.append(token_id)
             self.logprobs.append(row[token_id].logprob)
+            likeliest = sorted(((one.logprob, other) for other, one in row.items()), reverse=True)[: self.num_top]
+            self.tops.append([[logprob, other, None] for logprob, other in likeliest])
         if part.finish_reason is not None:
             self.finish_reason = _finish_reason(part.finish_reason, part.stop_reason, self.token_ids)
             spans = part.weight_versions or ()
@@ -76,6 +82,7 @@ class Progress:
             "weight_version": self.spans[-1]["version"] if self.spans else version,
             "weight_versions": self.spans,
             "output_token_logprobs": rows,
+            **({"output_top_logprobs": self.tops} if self.num_top else {}),
         }
         return {"text": shown, "output_ids": self.token_ids, "meta_info": meta}
 
@@ -136,7 +143,7 @@ class VllmEngine:
     # -- requests
 
     async def generate(
-        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str = "", priority: int = 0
+        self, prompt: tuple[int, ...], params: SamplingParams, request_id: str = "", priority: int = 0, num_top: int = 0
     ) -> AsyncGenerator[Progress]:
         """The same object over and over, whenever more of the answer is there; the last time it is whole.
 
@@ -148,10 +155,12 @@ class VllmEngine:
         name = request_id or uuid.uuid4().hex
         if name in self._in_flight:
             raise DataError(f"a request of the id {name!r} is running; give each an id of its own")
-        progress = self._in_flight[name] = Progress(request_id=name, num_prompt=len(prompt), params=params)
+        progress = Progress(request_id=name, num_prompt=len(prompt), params=params, num_top=num_top)
+        self._in_flight[name] = progress
         try:
             with _refusals():
-                outputs = self.llm.generate(tokens_input(list(prompt)), _sampling(params), name, priority=priority)
+                how = _sampling(params, num_top)
+                outputs = self.llm.generate(tokens_input(list(prompt)), how, name, priority=priority)
             async with aclosing(outputs):
                 while True:
                     with _refusals():
@@ -170,8 +179,8 @@ class VllmEngine:
             raise DataError("n must be 1 here; send as many requests")
         if not prompt:
             raise DataError("the prompt is empty; send at least one token")
-        if (params.stop or params.json_schema) and self.text is None:
-            raise DataError(f"stop strings and schemas need a tokenizer, and {self.model_path} has none")
+        if (params.stop or params.json_schema or params.structural_tag) and self.text is None:
+            raise DataError(f"stop strings and grammars need a tokenizer, and {self.model_path} has none")
         if not all(0 <= token_id < self.vocab_size for token_id in (*prompt, *params.stop_token_ids)):
             raise DataError(f"token ids must be in [0, {self.vocab_size})")
         if len(prompt) + params.max_new_tokens > self.max_tokens:
@@ -217,9 +226,19 @@ def _refusals() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _sampling(params: SamplingParams) -> VllmParams:
-    """The same under vLLM's names: the sampled token's log-prob comes with it, and outputs hold what is new."""
-    schema = StructuredOutputsParams(json=params.json_schema) if params.json_schema else None
+def _forced(params: SamplingParams) -> StructuredOutputsParams | None:
+    """The grammar that an answer is held to."""
+    if params.structural_tag:
+        return StructuredOutputsParams(structural_tag=format_of(params.structural_tag))
+    return StructuredOutputsParams(json=params.json_schema) if params.json_schema else None
+
+
+def _sampling(params: SamplingParams, num_top: int) -> VllmParams:
+    """The same under vLLM's names: the sampled token's log-prob comes with it, and outputs hold what is new.
+
+    Args:
+        num_top: how many of the likeliest tokens come beside it.
+    """
     return VllmParams(
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
@@ -233,7 +252,7 @@ def _sampling(params: SamplingParams) -> VllmParams:
         skip_special_tokens=params.skip_special_tokens,
         detokenize=bool(params.stop),
         seed=None if params.sampling_seed is None else params.sampling_seed % LARGEST_SEED,
-        structured_outputs=schema,
-        logprobs=0,
+        structured_outputs=_forced(params),
+        logprobs=num_top,
         output_kind=RequestOutputKind.DELTA,
     )

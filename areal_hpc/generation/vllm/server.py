@@ -64,8 +64,8 @@ class EngineRoutes:
         asked = parse_generate(await read_body(request), None)
         if not asked.single:
             raise DataError("one prompt a request, please")
-        if asked.num_top or asked.logprob_start is not None:
-            raise DataError("log-probs of prompts, and of tokens that were not sampled, are not served here")
+        if asked.logprob_start is not None:
+            raise DataError("log-probs of prompts are not served here")
         if asked.stream:
             return await self._streamed(request, asked)
         async for progress in self._sampled(asked):
@@ -73,7 +73,8 @@ class EngineRoutes:
         return web.json_response(self._told(last))
 
     def _sampled(self, asked: GenerateRequest) -> AsyncGenerator[Progress]:
-        return self._engine.generate(asked.prompts[0], asked.params[0], asked.request_ids[0], asked.priority)
+        prompt, params, request_id = asked.prompts[0], asked.params[0], asked.request_ids[0]
+        return self._engine.generate(prompt, params, request_id, asked.priority, asked.num_top)
 
     def _told(self, progress: Progress) -> dict[str, Any]:
         return progress.answer(self._engine.version, self._engine.text)
