@@ -306,7 +306,7 @@ def test_the_state_routes_tell_what_runs(model: Path) -> None:
             assert (status, info["version"], info["areal_hpc"]) == (
                 200,
                 "areal-embedded",
-                {"checksums": True, "deltas": True, "stages": True},
+                {"checksums": True, "deltas": True, "stages": True, "priorities": True},
             )
             assert (info["num_generated_tokens"], info["num_running"], info["num_waiting"]) == (12, 0, 0)
         for path in ("/model_info", "/get_model_info"):
