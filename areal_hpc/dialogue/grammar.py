@@ -84,6 +84,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._tokenizer, self._eos, self._vocab_size = tokenizer, list(eos_token_ids), vocab_size
+        self._at_start = functools.lru_cache(maxsize=256)(self._made)
+
+    def _made(self, grammar: str) -> Any:
+        """A matcher that has taken nothing: copies cost next to nothing, and share what any of them has computed."""
+        return _llguidance().LLMatcher(self._tokens, grammar, log_level=0)
 
     @functools.cached_property
     def _tokens(self) -> Any:
@@ -98,8 +103,7 @@ class Grammars:
         """For one of the two, which are JSON. Raises DataError and ConfigError as ``grammar_of``."""
         assert bool(schema) != bool(structural_tag), "an answer is held to a schema or to a tag"
         grammar = grammar_of(schema) if schema else grammar_of_tag(structural_tag)
-        matcher = _llguidance().LLMatcher(self._tokens, grammar, log_level=0)
-        return Matcher(matcher, self._eos, self._vocab_size)
+        return Matcher(self._at_start(grammar).deep_copy(), self._eos, self._vocab_size)
 
 
 class _Vocabulary:
