@@ -6,12 +6,13 @@ what the processes of the owner before still believe in is worth nothing any mor
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import names_in, publish
-from areal_hpc.privacy import is_own
+from areal_hpc.privacy import is_secret, owner_of
 
 NUM_BYTES = 32
 
@@ -22,7 +23,7 @@ def make_key(path: Path, prefix: str = "") -> str:
     Raises:
         RunDirError: as ``read_key``.
     """
-    if path.name not in names_in(path.parent) or not is_own(path):
+    if path.name not in names_in(path.parent) or not is_secret(path):
         publish(path, f"{prefix}{secrets.token_urlsafe(NUM_BYTES)}".encode(), secret=True)
     return read_key(path)
 
@@ -31,8 +32,10 @@ def read_key(path: Path) -> str:
     """The key in the file.
 
     Raises:
-        RunDirError: the file is empty; whoever brings no key would be let in.
+        RunDirError: it is another user's; or the file is empty, and whoever brings no key would be let in.
     """
+    if not os.access(path, os.R_OK):
+        raise RunDirError(f"{path} is the secret of {owner_of(path)}, whom to ask: nobody else may read it")
     key = path.read_text(encoding="ascii").strip()
     if not key:
         raise RunDirError(f"{path} holds no key; remove it, and the run makes another when it is started again")

@@ -129,6 +129,11 @@ def is_own(path: Path) -> bool:
     return path.stat().st_uid == os.geteuid()
 
 
+def is_secret(path: Path) -> bool:
+    """Whether a file is the caller's, and nobody else may read it."""
+    return is_own(path) and not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+
+
 def user_name(number: int | None = None) -> str:
     """Name of a user, by default of the caller; its number where it has no name, as in some containers."""
     number = os.geteuid() if number is None else number

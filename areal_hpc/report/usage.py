@@ -40,7 +40,7 @@ class AttemptUse:
     nodes: Mapping[str, int]
     """Component to the number of its nodes."""
     gpus: Mapping[str, int]
-    """Component to the GPUs of all its nodes."""
+    """Role to the GPUs that its processes had, and `unused` to those that nobody had."""
     ending: str
 
     def text(self) -> str:
@@ -88,7 +88,7 @@ class Usage:
         }
 
     def _hours(self, what: str, satellites_s: float) -> dict[str, float]:
-        """Component to hours of its ``nodes`` or ``gpus``, and those of satellites."""
+        """Hours of each component's ``nodes`` or each role's ``gpus``, and those of satellites."""
         found: dict[str, float] = {}
         for one in self.attempts:
             for component, amount in getattr(one, what).items():
@@ -167,9 +167,17 @@ def _use(run: RunDir, epoch: int, summary: Summary, rows: Sequence[Accounted]) -
         restarts=job["restarts"],
         seconds=0.0 if began is None or last is None else max(0.0, last - began),
         nodes=nodes,
-        gpus={component: nodes[component] * amount for component, amount in job["gpus"].items() if amount},
+        gpus=_gpus(job),
         ending=summary.failures.get(epoch) or _ending(read_if_listed(attempt.state) or {}, job, rows),
     )
+
+
+def _gpus(job: Mapping[str, Any]) -> dict[str, int]:
+    """Of a job's record: role to GPUs, as far as it tells; else component to GPUs."""
+    asked = {component: len(names) * job["gpus"][component] for component, names in job["nodes"].items()}
+    held: Mapping[str, int] = job.get("devices", asked)
+    found = {**held, "unused": sum(asked.values()) - sum(held.values())}
+    return {who: amount for who, amount in found.items() if amount > 0}
 
 
 def _ending(state: Mapping[str, Any], job: Mapping[str, Any], rows: Sequence[Accounted]) -> str:

@@ -13,6 +13,7 @@ from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
 from areal_hpc.keys import read_key
+from areal_hpc.privacy import owner_of
 from areal_hpc.report.files import configuration
 from areal_hpc.report.observer import Observer, last_words
 from areal_hpc.report.picture import Seen, explain, sentence
@@ -96,6 +97,8 @@ async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> li
     from areal_hpc.generation.client import EngineClient, Limits
     from areal_hpc.roles.wiring.engines import engine_token
 
+    if run.token.exists() and not os.access(run.token, os.R_OK):
+        return [f"engines are not asked themselves: {run.token} is the secret of {owner_of(run.token)}"]
     limits = Limits(connect_s=ASK_S, admin_s=ASK_S)
 
     async def ask(name: str, endpoint: Mapping[str, Any]) -> str:

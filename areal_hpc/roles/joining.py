@@ -17,7 +17,6 @@ import ipaddress
 import logging
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import ConfigError, DataError, RunDirError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import AttemptDir, RunDir, names_in, read_json, wait_for
+from areal_hpc.privacy import is_secret
 from areal_hpc.roles import seats
 from areal_hpc.roles.eviction import Eviction
 from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
@@ -276,8 +276,7 @@ def require_joinable(run: RunDir, config: Config) -> None:
         ConfigError: the run takes no engines from outside, or they cannot be started here.
         DataError: there is no model here to start an engine with.
     """
-    status = run.token.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+    if not is_secret(run.token):
         raise RunDirError(f"{run.token} must be yours alone; run `chmod 600 {run.token}` as its owner, and join as him")
     if not takes_satellites(config):
         raise ConfigError(

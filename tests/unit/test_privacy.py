@@ -10,6 +10,7 @@ import stat
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ from areal_hpc.config.schema import BufferConfig, Config
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import RunDir, make_private_directory, publish, publish_json, read_json
 from areal_hpc.journal import Journal
-from areal_hpc.keys import make_key
+from areal_hpc.keys import make_key, read_key
+from areal_hpc.privacy import open_private
+from areal_hpc.report import why_lines
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.joining import require_joinable
 from areal_hpc.roles.stopping import stop_run
@@ -146,8 +149,8 @@ def test_a_member_of_the_group_goes_on_with_a_run_under_secrets_of_his_own(
     first = run.token.read_text()
 
     def look_and_go_on() -> None:
-        with pytest.raises(PermissionError):
-            run.token.read_text()
+        with pytest.raises(RunDirError, match=rf"secrets/token is the secret of {ALICE}, whom to ask"):
+            read_key(run.token)
         with pytest.raises(RunDirError, match=r"secrets/token must be yours alone; .* and join as him"):
             require_joinable(run, config)
         assert claimed_by(run, 1)["directory"] == str(Path.cwd())
@@ -179,6 +182,8 @@ def test_a_run_of_a_colleague_that_is_at_work_names_him_and_is_stopped_by_a_memb
         attempt = made.attempt(claim_epoch(made, owner)).create()
         publish_json(attempt.state, {"state": "running", **owner})
         publish(made.config, b"name: run")
+        make_key(made.token)
+        os.close(open_private(attempt.log("trainer", 0), os.O_CREAT | os.O_WRONLY))
         os.write(ready[1], b"x")
         os.read(go[0], 1)
         assert attempt.stop_request.exists()
@@ -189,6 +194,10 @@ def test_a_run_of_a_colleague_that_is_at_work_names_him_and_is_stopped_by_a_memb
     def meet() -> None:
         with pytest.raises(RunDirError, match=rf"in use by process {pid} on \S+ of {ALICE}; stop it with"):
             start(config)
+        told = why_lines(run, sleep=lambda _: None, clock=count().__next__)
+        assert told[0] == "run run, attempt 1: running"
+        assert told[-1] == f"engines are not asked themselves: {run.token} is the secret of {ALICE}"
+        assert main(["status", str(run.root)]) == 0
         with pytest.raises(RunDirError, match="did not stop in 0 s"):
             stop_run(run, 0.0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.cluster.jobs import parse_accounts
 from areal_hpc.errors import SubmissionError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import RunDir, publish_json, read_json
 from areal_hpc.report import usage, write_report
 from areal_hpc.roles import seats
 from areal_hpc.roles.job import note_satellite
@@ -122,6 +122,23 @@ def test_slurms_accounts_know_better_what_satellites_held(run: RunDir, monkeypat
     assert facts["node_hours"]["satellites"] == pytest.approx((72 + 36 + 2 * 18) / 3600)
     assert facts["gpu_hours"]["satellites"] == pytest.approx(4 * (72 + 36) / 3600)
     assert facts["energy_kwh"] == pytest.approx(2.5)
+
+
+def test_gpus_that_two_roles_share_a_node_with_are_counted_by_role_and_so_are_those_that_nobody_has(
+    run: RunDir,
+) -> None:
+    """Of 60 and 30 s: 8 GPUs on one node, of which the trainer has 2 and the engines 4."""
+    for epoch in (1, 2):
+        job = read_json(run.attempt(epoch).job)
+        shared = {
+            "nodes": {"trainer": ["n1"]},
+            "gpus": {"trainer": 8},
+            "devices": {"trainer": 2, "generator": 4, "rollout": 0},
+        }
+        publish_json(run.attempt(epoch).job, job | shared)
+    rows, facts = report(run, ask=False)
+    assert facts["gpu_hours"] == {"trainer": 180 / 3600, "generator": 360 / 3600, "unused": 180 / 3600}
+    assert rows["GPU-hours"] == "generator 0.1, trainer 0.05, unused 0.05"
 
 
 def test_how_each_attempt_ended_with_what_only_the_accounts_know(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from areal_hpc import accelerator
@@ -34,12 +35,16 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
         return LocalLauncher.of(config, run, epoch, own_variables=_bound_engines(config, roles))
     job = allocation(os.environ)
     nodes = divide(config, job.components)
+    placed = seats(config, nodes, roles)
     gpus = {component.name: component.gpus for component in components_of(config)}
+    devices = Counter[str]()
+    for (role, _), seat in placed.items():
+        devices[role] += len(seat.devices)
     record = {"job_id": job.job_id, "restarts": job.restarts, "after": job.after, "nodes": nodes, "gpus": gpus}
-    publish_json(run.attempt(epoch).job, {**record, "time": time.time()})
+    publish_json(run.attempt(epoch).job, {**record, "devices": devices, "time": time.time()})
     agent = [python_on_nodes(config.cluster), "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]
     steps = step_commands(config, job, nodes, agent)
-    return RemoteLauncher(run, epoch, steps, seats(config, nodes, roles), config.limits.start_s)
+    return RemoteLauncher(run, epoch, steps, placed, config.limits.start_s)
 
 
 def _bound_engines(config: Config, roles: Mapping[str, int]) -> dict[Key, Mapping[str, str]]:
