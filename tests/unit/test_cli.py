@@ -126,6 +126,25 @@ def test_overrides_may_stand_before_and_after_options(monkeypatch: pytest.Monkey
     assert (seen["resume"], seen["resume_from"]) == (True, 20)
 
 
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_outside_of_a_job_a_run_is_of_this_machine_and_in_one_of_the_shape_that_it_has(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(launcher, "run_local", lambda config, **_: seen.append(config.cluster.shape) or 0)
+    monkeypatch.setattr("areal_hpc.telemetry.setup_logging", lambda *_: None)
+    for name in ("SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    words = [command, QUICKSTART, "generation.replicas=1"]
+    for more in ([], ["cluster.shape=split"]):
+        assert main([*words, *more]) == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    for more in ([], ["cluster.shape=split"], ["cluster.shape=local"]):
+        assert main([*words, *more]) == 0
+    assert seen == ["local", "local", "het", "split", "local"]
+
+
 @pytest.mark.parametrize(
     ("word", "advice"),
     [

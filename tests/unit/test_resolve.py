@@ -315,6 +315,13 @@ def test_J3_values_that_do_not_fit_each_other_are_one_named_problem(case: str) -
     assert "problems" not in refused(changed(**values))
 
 
+def test_deterministic_training_is_of_one_machine_unless_somebody_says_otherwise_which_is_refused() -> None:
+    assert resolve(GOOD).cluster.shape is Shape.HET
+    assert resolve(changed(deterministic=True)).cluster.shape is Shape.LOCAL
+    message = refused(changed(deterministic=True), ("cluster.shape",))
+    assert "cluster.shape: het may mix kinds of CPUs, which round differently; set it to local" in message
+
+
 def test_every_check_has_a_case() -> None:
     assert {check.__name__ for check in CHECKS} == {case.partition(",")[0] for case in BAD}
 
