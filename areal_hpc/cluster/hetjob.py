@@ -71,7 +71,10 @@ trap ends_now TERM
 trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
 {command} &
 run=$!
-while kill -0 "$run" 2>/dev/null; do sleep 1; done  # of two signals that come at once, bash's `wait` loses one
+while kill -0 "$run" 2>/dev/null; do  # of two signals that come at once, bash's `wait` loses one
+  sleep 1
+  [ -z "$ending" ] || kill -TERM "$run" 2>/dev/null  # again: it may not have heard while it came up
+done
 wait "$run"
 code=$?
 # It has a checkpoint, and more to do; or it was still coming up, and did not hear.

@@ -9,6 +9,7 @@ look()            each second, from the satellite's watchdog
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -56,3 +57,4 @@ class Eviction:
                     now - since,
                 )
                 running["generator", seat.index].send_signal(signal.SIGKILL)
+                self._since[seat] = math.inf  # once is enough, also where the kernel takes its time

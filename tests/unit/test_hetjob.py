@@ -228,6 +228,9 @@ STOPS = """bash -c 'trap : TERM; for one in $SIGNALS; do kill -$one $PPID; done;
 """A launcher that stops with a checkpoint after its script got these signals."""
 DEAF = """bash -c 'for one in $SIGNALS; do kill -$one $PPID; done; exec /bin/sleep 20'"""
 """One that is still coming up, so that the signal ends it."""
+HEARS_LATE = """bash -c 'trap "" TERM; for one in $SIGNALS; do kill -$one $PPID; done; /bin/sleep 1
+trap "exit 75" TERM; for one in {1..100}; do /bin/sleep 0.1; done; exit 1'"""
+"""One that is still coming up in somebody's hands who takes the signal and does nothing."""
 NAP = "case $1 in 0.2 | 1) /bin/sleep 0.2 ;; esac"
 """Waiting for the launcher takes time, and waiting for Slurm takes none."""
 AWAY = 'if [ ! -e "$0.asked" ]; then touch "$0.asked"; echo "Unable to contact slurm controller" >&2; exit 1; fi\n'
@@ -256,6 +259,12 @@ def test_a_warning_that_comes_before_the_run_can_hear_it_costs_nothing_but_this_
     code, calls = last_part(tmp_path, chained, signals="USR1", sbatch="echo 13", scontrol="", sleep=NAP)
     assert (code, len([call for call in calls if call.startswith("sbatch")])) == (0, 1)
     assert last_part(tmp_path / "2", stopping(launcher=DEAF), signals="TERM", scontrol="", sleep=NAP)[0] == 143
+
+
+def test_a_warning_is_repeated_until_the_run_hears_it(tmp_path: Path) -> None:
+    found = last_part(tmp_path, stopping(launcher=HEARS_LATE), signals="USR1", scontrol="", sleep=NAP)
+    assert found[0] == 75
+    assert "scontrol requeue 12" in found[1]
 
 
 def test_a_refusal_is_not_asked_for_again(tmp_path: Path) -> None:
