@@ -171,7 +171,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_delta": (
         {"generation__backend": EngineName.SGLANG, "weights__delta": True},
-        "weights.delta: sglang takes whole tensors only; set it to false, or generation.backend=embedded",
+        "weights.delta: sglang takes whole tensors only; set it to false, or choose embedded or vllm",
     ),
     "check_lora": ({"model__lora__alpha": 8.0}, "model.lora: does nothing with model.lora.rank = 0"),
     "check_lora, nothing": (
