@@ -21,6 +21,7 @@ import torch
 from real_engines import REAL, SGLANG, VLLM, RealEngine, served
 from tiny_models import make_model
 
+from areal_hpc.errors import GenerationError, WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.telemetry import add_secret
@@ -179,6 +180,33 @@ def test_changes_alone_make_the_weights_that_the_trainer_has(world: World, kind:
             after = await client.generate(asked(30))
             assert after.versions.tolist() == [world.version] * 30
             np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
+        await transport.close()
+
+    drive(world, scenario)
+
+
+def test_an_update_that_breaks_off_and_one_that_lacks_a_parameter_are_mended_by_a_whole_one(world: World) -> None:
+    weights = world.new_weights()
+    version = world.version
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights[:5]
+        raise RuntimeError("the trainer could not gather the rest")
+
+    async def scenario(client: EngineClient) -> None:
+        transport = BroadcastTransport([client], epoch=1000 + version, bucket_bytes=20_000, timeout_s=100)
+        with pytest.raises(RuntimeError, match="could not gather"):
+            await transport.publish(version, breaks_off())
+        if world.engine is VLLM:  # SGLang takes what it gets
+            with pytest.raises(WeightUpdateError, match=r"engine-0.*1 parameters did not come"):
+                await transport.publish(version, iter(weights[:-1]))
+            with pytest.raises(GenerationError, match="quarantined"):
+                await client.probe()
+            transport.membership.admit(client)
+        await transport.publish(version, iter(weights))
+        after = await client.generate(asked(30))
+        assert after.versions.tolist() == [version] * 30
+        np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
         await transport.close()
 
     drive(world, scenario)

@@ -347,7 +347,7 @@ def test_weights_arrive_whole_or_the_engine_serves_nothing(
         assert await client.probe() == 9
         assert (await client.generate(asked(3, "healed"))).versions.tolist() == [9] * 3
         taken = [method for method, _ in engine.llm.called]
-        assert taken == ["areal_join", *["areal_begin", "areal_receive", "areal_come"] * 2, "areal_load"]
+        assert taken == ["areal_join", "areal_come", *["areal_begin", "areal_receive", "areal_come"] * 2, "areal_load"]
 
     drive(scenario)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +30,8 @@ from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import shapes_in
 
 HEAD = "lm_head.weight"
-POLL_S = 0.005
-"""Between two looks at a bucket that is coming; workers cannot wait for it, since they compute."""
+POLL_S = 0.01
+"""Between two looks at what workers wait for in a thread."""
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class WeightUpdates:
             if address.name in self._groups:
                 raise WeightUpdateError(f"group {address.name!r} has already been created; use a fresh name")
             with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
-                self._workers("areal_join", asdict(address), rank, self._timeout_s)
+                self._coming(self._workers, "areal_join", asdict(address), rank, self._timeout_s)
             self._groups.add(address.name)
 
     def leave(self, name: str) -> None:
@@ -124,9 +124,7 @@ class WeightUpdates:
             if abort_all:
                 self._await(self._engine.abort(None))
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-                self._taking("areal_receive", group, [asdict(spec) for spec in specs], checked)
-                while not all(self._taking("areal_come")):
-                    time.sleep(POLL_S)
+                self._coming(self._taking, "areal_receive", group, [asdict(spec) for spec in specs], checked)
             session.names |= {spec.name for spec in specs}
             session.version = version or session.version
             session.flush_cache |= flush_cache
@@ -210,6 +208,12 @@ class WeightUpdates:
 
     def _await(self, action: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(action, self._loop).result()
+
+    def _coming(self, call: Callable[..., list[Any]], method: str, *arguments: Any) -> None:
+        """Have the workers begin what depends on others, and return when it has ended on all; they compute on."""
+        call(method, *arguments)
+        while not all(call("areal_come")):
+            time.sleep(POLL_S)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         """What each worker says to one call, made on all at once between two steps.

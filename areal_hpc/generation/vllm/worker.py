@@ -2,10 +2,10 @@
 
 vLLM mixes this class into its own worker and calls its methods by name, on all workers at once, between two steps.
 
-    areal_join(address, rank_offset)
+    areal_join(address, rank_offset)   in a thread, while the worker computes on
     areal_begin(keeps)                 what came of an earlier update and was not loaded is forgotten
-    areal_receive(group, specs)        any number; a thread receives and proves it while the worker computes on
-    areal_come()                       whether it has
+    areal_receive(group, specs)        any number, in that thread: a bucket is received and proven
+    areal_come()                       whether the thread has done what it was last told to
     areal_load()                       in a pause: all that has come takes the place of the old weights
     areal_read(directory)              in a pause: the same, of all weights in a directory
 
@@ -59,6 +59,10 @@ class Arrivals:
         self.base, self.held, self.new = self.held, {}, {}
         self.keeps = keeps
 
+    def enter(self, address: GroupAddress, rank: int, timeout_s: float) -> None:
+        """Enter the trainer's group."""
+        self.groups[address.name] = join_group(address, rank, timeout_s)
+
     def receive(self, group: str, specs: Sequence[TensorSpec], device: torch.device, *, checked: bool) -> None:
         """Take one bucket that rank 0 broadcasts. Raises WeightUpdateError if it is not what was sent."""
         buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8, device=device)
@@ -102,9 +106,9 @@ class Receiver:
         return arrivals
 
     def areal_join(self, address: Mapping[str, Any], rank_offset: int, timeout_s: float) -> None:
-        """Enter the trainer's group."""
-        group = join_group(GroupAddress(**address), rank_offset + self.rank, timeout_s)
-        self.areal_arrivals.groups[address["name"]] = group
+        """Begin to enter the trainer's group."""
+        arrivals, rank = self.areal_arrivals, rank_offset + self.rank
+        arrivals.coming = arrivals.pool.submit(arrivals.enter, GroupAddress(**address), rank, timeout_s)
 
     def areal_leave(self, name: str) -> None:
         leave_group(self.areal_arrivals.groups.pop(name))
@@ -119,10 +123,10 @@ class Receiver:
         arrivals.coming = arrivals.pool.submit(arrivals.receive, group, tensors, self.device, checked=checked)
 
     def areal_come(self) -> bool:
-        """Whether the bucket has come.
+        """Whether what was begun has ended.
 
         Raises:
-            WeightUpdateError, RuntimeError: it has not, and will not.
+            WeightUpdateError, RuntimeError: it has failed.
         """
         coming = self.areal_arrivals.coming
         if coming is None or not coming.done():
