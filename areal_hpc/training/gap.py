@@ -56,7 +56,10 @@ def suspects(config: Config) -> list[str]:
             f"rollout.sampling.{' and '.join(names)} cut the distribution that is sampled, which the trainer does not"
         )
     if config.agent.python or config.agent.command or config.agent.online.enabled:
-        found.append("answers that agents ask for as JSON of a schema, sampled from fewer tokens than the trainer sees")
+        found.append(
+            "answers that agents ask for as JSON of a schema, and calls of strict tools, sampled from fewer tokens "
+            "than the trainer sees"
+        )
     if sampling.temperature != 1.0:
         found.append(f"an engine that reports log-probs before the temperature {sampling.temperature:g}")
     if config.model.dtype is not Dtype.FLOAT32:

@@ -75,4 +75,8 @@ CASES: Sequence[Case] = (
     Case(client="mini_swe_agent", args={"api": "text"}, answers=IN_TEXT),
     Case(client="hermes_agent", answers=(call("terminal", command="echo $((37*46))"), ANSWER)),
     *_ways("openai_agents_js", api=("responses", "chat")),
+    *(
+        Case(client="openclaw", args={"api": api}, answers=(call("exec", command="echo $((37*46))"), ANSWER))
+        for api in ("openai-completions", "openai-responses", "anthropic-messages")
+    ),
 )

@@ -50,7 +50,7 @@ async def exchange(case: Case, dialogue: ChatRenderer, agent: Agent) -> Exchange
     async def score(text: str, prompt: Prompt) -> float:
         raise AssertionError("the agent gives the reward")
 
-    async with served(dialogue, says) as service:
+    async with served(dialogue, says, idle_s=LIMIT_S) as service:
         workflow = AgentWorkflow(
             agent,
             service.sessions,

@@ -3,8 +3,9 @@
     PYTHONPATH=.:tests python tests/clients/nightly.py [--only openai langgraph] [--cache DIR]
 
 Each client has an environment of its own in the cache directory, made from the install line of its example: the newest
-version that there is, once for each day. Prints a table, writes ``nightly.json`` beside this file, and exits with 1 if
-a client failed, or anything else would be trained than what was sampled. What CI affords of it is
+version that there is, once for each day. Prints a table, writes ``nightly.json`` beside this file, where the rows of
+clients that were not chosen stay, and exits with 1 if a client failed, or anything else would be trained than what was
+sampled. What CI affords of it is
 ``tests/examples/test_agent_clients.py``.
 """
 
@@ -70,6 +71,7 @@ def environment_of(client: str, cache: Path) -> Path:
 def version_of(client: str, directory: Path) -> str:
     """Of the first package of the install line."""
     tool, _, package, *_ = install_line(client)
+    package = package.removesuffix("@latest")
     if tool == "npm":
         manifest = json.loads((directory / "node_modules" / package / "package.json").read_text(encoding="utf-8"))
         return str(manifest["version"])
@@ -83,13 +85,16 @@ def command_of(case: Case, directory: Path) -> Sequence[str]:
     if source.suffix == ".mjs":
         linked = directory / source.name  # node looks for packages beside the script
         linked.write_bytes(source.read_bytes())
-        return ["node", str(linked), json.dumps(case.args)]
+        path = f"PATH={directory}/node_modules/.bin:{os.environ['PATH']}"  # some bring a node of their own
+        return ["env", path, "node", str(linked), json.dumps(case.args)]
     return [str(directory / "bin/python"), str(DRIVE), str(source.parent), json.dumps(case.args)]
 
 
 async def row_of(case: Case, directory: Path, dialogue: ChatRenderer) -> dict[str, Any]:
     """One line of the table; its ``fault`` is empty if all is well."""
-    row: dict[str, Any] = {"client": case.name, "version": version_of(case.client, directory), "fault": ""}
+    today = f"{datetime.date.today()}"
+    version = version_of(case.client, directory)
+    row: dict[str, Any] = {"client": case.name, "version": version, "date": today, "fault": ""}
     try:
         agent = command_agent(command_of(case, directory), ("HERMES_HOME",))
         one = await asyncio.wait_for(exchange(case, dialogue, agent), LIMIT_S)
@@ -109,6 +114,15 @@ def line_of(row: Mapping[str, Any]) -> str:
     return " ".join([*cells, row["fault"] or "ok"])
 
 
+def _keep(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows down, in the place of earlier ones of the same cases; those of cases that are no more go."""
+    path = Path(__file__).with_suffix(".json")
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    newest = {row["client"]: row for row in (*known, *rows)}
+    kept = [newest[case.name] for case in CASES if case.name in newest]
+    path.write_text(json.dumps({"rows": kept}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     clients = list(dict.fromkeys(case.client for case in CASES))
@@ -125,8 +139,7 @@ def main() -> int:
             if case.client in chosen.only:
                 rows.append(asyncio.run(row_of(case, environment_of(case.client, chosen.cache), dialogue)))
                 print(line_of(rows[-1]), flush=True)
-    facts = {"date": f"{datetime.date.today()}", "rows": rows}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _keep(rows)
     return 1 if any(row["fault"] for row in rows) else 0
 
 
