@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,10 @@ from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup
 
 NUM_WRITERS, NUM_READERS, NUM_TOKENS, POLL_S = 4, 2, 4096, 0.01  # 13 bytes a token: 53 KB a group
 STEP = 16
-"""Groups that a reader wants at once."""
+"""Groups that a reader wants at once, where a transport can give several."""
+KEPT: deque[TrajectoryGroup] = deque(maxlen=STEP)
+"""What a reader's process holds: its newest groups, as a trainer does, whatever brought them. Who lets each go before
+the next comes reads all of them into the same memory."""
 
 
 def a_group(position: int) -> TrajectoryGroup:
@@ -57,12 +61,12 @@ def packed(group: TrajectoryGroup) -> bytes:
     return frame(RecordType.DATA, group.position, 0, meta, body)
 
 
-def verified(record: bytes) -> TrajectoryGroup:
+def verified(record: bytes) -> None:
     header = parse_header(record, 0)
     assert header is not None
     meta, body = parse_meta(header, record[: header.head_bytes]), record[header.head_bytes :][: header.body_bytes]
     assert meta is not None and checksum(body) == header.body_crc
-    return decode_group(meta, body)
+    KEPT.append(decode_group(meta, body))
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,8 @@ class Ring(Transport):
             for chain in chains:
                 refs = [a_ref(chain, found) for found in chain.poll()]
                 for start in range(0, len(refs), STEP):
-                    num_read += len(intact(fetcher.read_all(refs[start : start + STEP])))
+                    KEPT.extend(intact(fetcher.read_all(refs[start : start + STEP])))
+                num_read += len(refs)
             time.sleep(POLL_S)
         assert num_read == self.count * len(chains)
 
