@@ -145,3 +145,26 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.Monk
 
 def test_the_order_of_properties_is_kept() -> None:
     assert as_schema(PERSON).index("name") < as_schema(PERSON).index("age")
+
+
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
+OF_OPENAI: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "pattern": "^[a-z]+$"},
+        **{name: {"type": "string", "format": name} for name in FORMATS},
+        "number": {"type": "number", "multipleOf": 5, "minimum": 0, "exclusiveMaximum": 100},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 1, "maxItems": 3},
+        "either": {"anyOf": [{"type": "null"}, {"enum": ["a", 1]}]},
+        "maybe": {"type": ["string", "null"]},
+    },
+    "required": ["text"],
+    "additionalProperties": False,
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+}
+
+
+def test_whatever_openai_takes_in_a_strict_schema_can_be_forced() -> None:
+    """By its guide to structured outputs; what else JSON schema has is refused there as well."""
+    assert trouble_with(as_schema(OF_OPENAI)) == ""
+    assert "uniqueItems" in trouble_with(as_schema({"type": "array", "uniqueItems": True}))
