@@ -66,7 +66,7 @@ def test_experts_are_where_their_tokens_are(lengths: list[int], context: int, mu
         assert one.experts is not None and one.experts.shape == (one.token_ids.size, 1, 2)
         for token, (first, second) in zip(one.token_ids.tolist(), one.experts[:, 0].tolist(), strict=True):
             known = token > 0 and (token - 1) % 3 > 0
-            assert (first, second) == ((token, token + 1000) if known else (-1, -1))
+            assert (first, second) == ((token, token + 1000) if known else (65535, 65535))
 
 
 def test_a_rank_holds_one_early_and_one_late_chunk() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areal_hpc.collective import meeting
 from areal_hpc.config.schema import TrainerConfig
+from areal_hpc.routing import replayed
 from areal_hpc.training.forward import IntArray, parts
 from areal_hpc.training.megatron.heads import Head, on
 from areal_hpc.training.megatron.packing import Packed, nothing, pack_for_rank
@@ -118,5 +119,5 @@ class Passes:
             max_seqlen_kv=longest,
         )
         if packed.experts is not None:
-            send_along(lengths, on(self._place, packed.experts), self._place)
+            send_along(lengths, on(self._place, replayed(packed.experts)), self._place)
         return lengths
