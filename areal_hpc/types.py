@@ -360,9 +360,8 @@ class Batch:
     experts: Record | None = None  # [T, L, K], what the policy's routers are to choose
 
     def __post_init__(self) -> None:
-        total = int(self.boundaries[-1])
         for name, array in self._per_token().items():
-            assert array is None or array.shape[: 1 if name == "experts" else None] == (total,), (name, array.shape)
+            assert array is None or array.shape[: 1 if name == "experts" else None] == (self.boundaries[-1],), name
         assert self.truncated is None or self.truncated.shape == (self.num_sequences,)
 
     def _per_token(self) -> dict[str, NDArray[Any] | None]:
