@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_hpc.routing import Record, check_record
+
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -124,6 +126,7 @@ class GenerationRequest:
     num_top: int = 0
     """How many of the likeliest tokens are told at each place of the answer."""
     on_tokens: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
+    experts_from: int = 0  # the first of token_ids whose experts are to be told, where engines are asked for any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,7 @@ class Completion:
     text: str = ""
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """[T] of up to ``num_top`` each, the likeliest first; empty where none were asked for."""
+    experts: Record | None = None  # [R, L, K], of the last R tokens of request and answer: from experts_from on
 
     def __post_init__(self) -> None:
         if not self.token_ids.shape == self.logprobs.shape == self.versions.shape:
@@ -165,11 +169,13 @@ class Trajectory:
     reward: float
     stop: StopReason
     episode: int = 0  # which episode of its group; the branches of one episode share it
+    experts: Record | None = None  # [T, L, K]
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
         if not shape == self.loss_mask.shape == self.logprobs.shape == self.versions.shape:
             raise ValueError(f"a trajectory's arrays must all have shape {shape}")
+        check_record(self.experts, self.token_ids.size)
         if not np.isfinite(self.logprobs).all() or not np.isfinite(self.reward):
             raise ValueError("a trajectory has a log-prob or a reward that is not finite")
 
@@ -283,9 +289,7 @@ class GroupRef:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> GroupRef:
         """The reference that ``record`` was made from, also after JSON has turned tuples into lists."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
         baseline = None if record.get("baseline") is None else Baseline(*record["baseline"])
         return cls(**{**values, "version": WeightVersion(*record["version"]), "baseline": baseline})
 
@@ -353,16 +357,15 @@ class Batch:
     values: Float32Array | None = None  # the critic's, of the state before each token
     returns: Float32Array | None = None  # what the critic is to learn
     eligible: BoolArray | None = None  # trainable tokens that the algorithm does not leave out
+    experts: Record | None = None  # [T, L, K], what the policy's routers are to choose
 
     def __post_init__(self) -> None:
-        total = int(self.boundaries[-1])
         for name, array in self._per_token().items():
-            assert array is None or array.shape == (total,), (name, array.shape, total)
+            assert array is None or array.shape[: 1 if name == "experts" else None] == (self.boundaries[-1],), name
         assert self.truncated is None or self.truncated.shape == (self.num_sequences,)
 
     def _per_token(self) -> dict[str, NDArray[Any] | None]:
-        names = (field.name for field in fields(self) if field.name not in ("boundaries", "truncated"))
-        return {name: getattr(self, name) for name in names}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("boundaries", "truncated")}
 
     @property
     def lengths(self) -> Int32Array:
@@ -378,8 +381,7 @@ class Batch:
 
     def select(self, sequences: Sequence[int]) -> Batch:
         """The same tokens of the named sequences, in the order given."""
-        starts, ends = self.boundaries[:-1], self.boundaries[1:]
-        spans = [np.arange(starts[s], ends[s]) for s in sequences]
+        spans = [np.arange(self.boundaries[s], self.boundaries[s + 1]) for s in sequences]
         index = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
         chosen = {name: None if array is None else array[index] for name, array in self._per_token().items()}
         return replace(

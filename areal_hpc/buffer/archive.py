@@ -28,6 +28,8 @@ step is an HDF5 group ``step-00000009`` with these columns, G groups of N trajec
     tokens/logprobs                float32   T       behaviour log-prob in nats; 0 where not sampled
     tokens/versions                int32     T       weight step that sampled it; -1 where not sampled
     tokens/proximal                float32   T       proximal log-prob in nats; NaN where none was computed
+    tokens/experts                 uint8     T,L,K   experts that the engine's L layers chose, 255 where it did not say;
+                                                     uint16 and 65535 of 256 experts and more; only where it said any
 
 Groups stand in the order of the claim. Columns are compressed (shuffle, gzip) and checksummed (Fletcher-32). HDF5 1.10
 and later read it; the reader's own open takes no lock either (``h5py.File(path, locking=False)``).
@@ -50,6 +52,7 @@ from areal_hpc import __version__
 from areal_hpc.buffer.epochs import history
 from areal_hpc.errors import DataError
 from areal_hpc.fs import RunDir, publish
+from areal_hpc.routing import joined
 from areal_hpc.types import (
     ArchivedStep,
     Baseline,
@@ -116,6 +119,8 @@ def _token_columns(archived: ArchivedStep) -> Columns:
     unknown = {n: np.full(t.token_ids.shape, np.nan) for n, t in present.items() if n not in archived.step.proximal}
     proximal = {**unknown, **archived.step.proximal}
     columns["proximal"] = _joined([proximal[n] for n in present], np.float32)
+    experts = joined([t.experts for t in present.values()], [t.token_ids.size for t in present.values()])
+    columns |= {} if experts is None else {"experts": experts}
     return {f"tokens/{name}": column for name, column in columns.items()}
 
 
@@ -195,6 +200,7 @@ def _baseline(columns: Mapping[str, NDArray[Any]], g: int) -> Baseline | None:
 def _group(
     columns: Mapping[str, NDArray[Any]], ref: GroupRef, span: slice, token_spans: list[slice]
 ) -> TrajectoryGroup:
+    experts = columns.get("tokens/experts")
     return TrajectoryGroup(
         position=ref.position,
         prompt_id=ref.prompt_id,
@@ -204,6 +210,7 @@ def _group(
                 reward=float(columns["trajectories/reward"][n]),
                 stop=STOPS[columns["trajectories/stop"][n]],
                 episode=int(columns["trajectories/episode"][n]),
+                experts=None if experts is None else experts[token_spans[n]],
             )
             for n in range(span.start, span.stop)
         ),

@@ -15,11 +15,13 @@
         36     4  CRC-32C of header (this field as zero) and meta
 
 Lengths are checked against limits before anything is allocated. A body is columns that ``meta["columns"]`` lists as
-(name, dtype, count), so a column can be added without a new format. Nothing is ever unpickled.
+(name, dtype, count), so a column can be added without a new format: ``experts`` is there only where engines told which
+experts computed the tokens, and ``meta["experts"]`` is its [layers, experts of a token]. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from enum import IntEnum
@@ -32,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.errors import CorruptRecord, DataError
+from areal_hpc.routing import Record, joined
 from areal_hpc.types import NOT_SAMPLED, Baseline, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 HEADER = struct.Struct("<4sBBHIIQQII")
@@ -44,6 +47,8 @@ MAX_BODY = 1 << 30
 COLUMNS = {"token_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
 """Columns of a group: one value for each token, the trajectories one after the other."""
 TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+EXPERTS = "experts"
+EXPERT_TYPES = ("|u1", "<u2")
 
 
 class RecordType(IntEnum):
@@ -131,16 +136,24 @@ def parse_meta(header: Header, head: bytes) -> dict[str, Any] | None:
 def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
     """Metadata and body of a DATA record: what a plan needs to know in the first, the tokens in the second.
 
+    Where any trajectory has a record of its experts, one without gets a record of nothing.
+
     Raises:
         DataError: the group is larger than a record may be.
     """
     trajectories = group.trajectories
-    num_bytes = group.num_tokens * TOKEN_BYTES
+    experts = joined([t.experts for t in trajectories], [t.token_ids.size for t in trajectories])
+    num_bytes = group.num_tokens * TOKEN_BYTES + (0 if experts is None else experts.nbytes)
     if num_bytes > MAX_BODY:
         raise DataError(
             f"the group of prompt {group.prompt_id} has {num_bytes} bytes, more than the {MAX_BODY} that one record "
             "holds; lower rollout.group_size or model.max_tokens"
         )
+    arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories]
+    columns = [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()]
+    if experts is not None:
+        arrays.append(np.ascontiguousarray(experts, experts.dtype.newbyteorder("<")))
+        columns.append([EXPERTS, arrays[-1].dtype.str, experts.size])
     meta = {
         "position": group.position,
         "prompt": group.prompt_id,
@@ -150,11 +163,11 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         "stops": [t.stop.value for t in trajectories],
         "episodes": [t.episode for t in trajectories],
         "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
-        "columns": [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()],
+        "columns": columns,
+        **({} if experts is None else {EXPERTS: list(experts.shape[1:])}),
         **({} if group.baseline is None else {"baseline": [float(number) for number in group.baseline]}),
     }
-    arrays = ((getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories)
-    return meta, b"".join(np.ascontiguousarray(array, dtype).data for array, dtype in arrays)
+    return meta, b"".join(array.data for array in arrays)
 
 
 def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int, seq: int) -> GroupRef:
@@ -196,12 +209,14 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
     ends = list(accumulate(meta["lengths"], initial=0))
     if any(columns[name].size != ends[-1] for name in COLUMNS):
         raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
+    experts = _experts(meta, columns.get(EXPERTS), ends[-1])
     trajectories = tuple(
         Trajectory(
             **{name: columns[name][start:end] for name in COLUMNS},
             reward=reward,
             stop=StopReason(stop),
             episode=episode,
+            experts=None if experts is None else experts[start:end],
         )
         for (start, end), reward, stop, episode in zip(
             pairwise(ends), meta["rewards"], meta["stops"], meta["episodes"], strict=True
@@ -210,6 +225,15 @@ def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
     return TrajectoryGroup(
         position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories, baseline=_baseline(meta)
     )
+
+
+def _experts(meta: Mapping[str, Any], column: NDArray[Any] | None, num_tokens: int) -> Record | None:
+    if column is None:
+        return None
+    shape = (num_tokens, *meta.get(EXPERTS, ()))
+    if column.dtype.str not in EXPERT_TYPES or len(shape) != 3 or column.size != math.prod(shape):
+        raise CorruptRecord(f"the experts of position {meta['position']} are not those of {num_tokens} tokens")
+    return column.reshape(shape)
 
 
 def _columns(table: list[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:

@@ -27,6 +27,7 @@ from areal_hpc.config.keys import value_of
 from areal_hpc.config.lora_checks import check_lora
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
 from areal_hpc.config.recipes import RECIPES, is_offline
+from areal_hpc.config.routing_checks import check_routing
 from areal_hpc.config.schema import Attention, Config, Dtype, EngineName, Recompute, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import NAME
@@ -365,6 +366,7 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_server_args,
     check_delta,
     check_lora,
+    check_routing,
     check_minibatches,
     check_microbatch,
     check_top_k,

@@ -28,6 +28,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "enable_metrics": "the run reads its load there, so it is always on",
     "data_parallel_size": "set generation.replicas",
     "dist_init_addr": "an engine runs on one node",
+    "enable_return_routed_experts": "set model.routing_replay",
     "host": "the run listens where its processes find it",
     "logprobs_mode": "training needs log-probs of the distribution that was sampled from",
     "max_model_len": "set model.max_tokens",

@@ -78,6 +78,10 @@ class ModelConfig:
     """Number format of the weights in the trainer and the engines."""
     max_tokens: int = 4096
     """Longest sequence (prompt and answer together) that is generated or trained on, in tokens."""
+    routing_replay: bool = False
+    """Mixtures of experts: engines tell which experts computed a token, and the trainer has the same ones compute it.
+    Costs layers times experts of a token in bytes for each token (twice that from 256 experts on), in the ring and the
+    archive; with sglang and megatron."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that are trained in place of the model's weights."""
 

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_hpc.dialogue.messages import fingerprints, for_template, verbatim
+from areal_hpc.routing import Record, overlaid
 from areal_hpc.types import NOT_SAMPLED, Completion, Message, Trajectory
 
 Tool = Mapping[str, Any]
@@ -180,6 +181,13 @@ class Transcript:
             options={},
         )
 
+    def num_recorded(self, place: Place) -> int:
+        """How many of the context's tokens have a record of their experts, in the turns that it continues."""
+        if place.parent is None or not place.drift.continues():
+            return 0
+        turn = self.turns[place.parent]
+        return 0 if turn.completion.experts is None else len(turn.token_ids) - 1  # not of the last, which was no input
+
     def commit(self, place: Place, completion: Completion, answer: Message, call: str = "") -> int:
         """Write a turn down; its number."""
         number = len(self.turns)
@@ -252,7 +260,16 @@ class Transcript:
             versions=versions,
             reward=reward,
             stop=turns[-1].completion.stop,
+            experts=self._experts(turns[-1]),
         )
+
+    def _experts(self, turn: Turn) -> Record | None:
+        """The record of a turn's tokens: what engines told for it, and for the turns it continues. None if nothing."""
+        lineage = [turn]
+        while (place := lineage[-1].place).parent is not None and place.drift.continues():
+            lineage.append(self.turns[place.parent])
+        told = [(len(one.token_ids), one.completion.experts) for one in reversed(lineage)]
+        return overlaid([(end, experts) for end, experts in told if experts is not None], len(turn.token_ids))
 
     def numbers_of(self, call: str) -> Iterable[int]:
         """The turns that answered the request ``call``."""

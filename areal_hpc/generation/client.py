@@ -22,7 +22,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from areal_hpc.generation.answers import (
 )
 from areal_hpc.generation.capabilities import Capabilities, PauseMode
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
+from areal_hpc.generation.routed import asking_for_experts, told_experts
+from areal_hpc.routing import Record, Routing
 from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
 
 
@@ -80,6 +82,7 @@ class EngineClient:
         incarnation: which of the processes that have been this engine answers at ``url``.
         yields_s: for so long after a request has come others may still go before it, where the engine orders its queue.
         locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
+        routing: of its model, if every answer is to come with the experts that computed it.
     """
 
     def __init__(
@@ -94,13 +97,14 @@ class EngineClient:
         incarnation: int = 0,
         yields_s: float = 0.0,
         locate: Callable[[], Address | None] | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.name = name
         self.num_ranks = num_ranks
         self.limits = limits or Limits()
         self._initial = version
         self.incarnation = incarnation
-        self._locate, self._yields_s = locate, yields_s
+        self._locate, self._yields_s, self._routing = locate, yields_s, routing
         self._http = Connection(name, url, token=token, connect_s=self.limits.connect_s)
         self._probing = asyncio.Lock()
         self._in_flight: dict[str, _InFlight] = {}
@@ -209,18 +213,26 @@ class EngineClient:
         budget = request.sampling.max_new_tokens
         answers: list[Answer] = []
         so_far: list[int] = []
+        records: list[Record] = []
         idle = 0
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id
             body = request_body(request, flight.rid, so_far)
+            if self._routing is not None:
+                body = asking_for_experts(body, request.experts_from + sum(map(len, records)))
             answer = await self._ask(request, body, budget - len(so_far))
             answers.append(answer)
             so_far.extend(answer.token_ids)
+            records += [] if answer.experts is None else [answer.experts]
             if answer.stop.is_complete() or len(so_far) == budget:
                 break
             idle = 0 if answer.token_ids else idle + 1
             await asyncio.sleep(min(1.0, 0.05 * idle))  # interrupted before its first token: still being updated
-        return join_answers(answers, budget)
+        completion = join_answers(answers, budget)
+        if self._routing is None:
+            return completion
+        num_tokens = len(request.token_ids) - request.experts_from + len(so_far)
+        return replace(completion, experts=self._routing.whole(records, num_tokens))
 
     async def _ask(self, request: GenerationRequest, body: dict[str, Any], budget: int) -> Answer:
         capabilities = await self._probed()
@@ -241,6 +253,8 @@ class EngineClient:
             in_place=capabilities.spans,
             num_top=request.num_top,
         )
+        if self._routing is not None:
+            parsed = replace(parsed, experts=told_experts(answer, body, len(parsed.token_ids), self._routing))
         if incarnation == self.incarnation:
             self.version = max(self.version, *parsed.versions[-1:], pinned)
         return parsed

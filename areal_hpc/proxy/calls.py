@@ -153,6 +153,7 @@ class Call:
             session=self.session.id,
             num_top=self.ask.num_top if self.ask.logprobs else 0,
             on_tokens=None if tell is None else self._listener(number, tell),
+            experts_from=self.session.transcript.num_recorded(self.place),
         )
         completion = await self.session.generator.generate(request)
         if completion.stop is StopReason.ABORT or completion.token_ids.size > request.sampling.max_new_tokens:

@@ -86,4 +86,5 @@ def trajectory(context: Sequence[int], completion: Completion, reward: float) ->
         versions=np.concatenate([np.full(num_context, NOT_SAMPLED, dtype=np.int32), completion.versions]),
         reward=reward,
         stop=completion.stop,
+        experts=completion.experts,
     )

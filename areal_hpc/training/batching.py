@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from areal_hpc.routing import joined
 from areal_hpc.types import Batch, StopReason, Trajectory
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -108,6 +109,7 @@ def pack(trajectories: Sequence[Trajectory], advantages: ArrayLike) -> Batch:
         advantages=np.where(loss_mask, np.repeat(per_sequence, lengths), np.float32(0)),
         boundaries=np.cumsum([0, *lengths], dtype=np.int32),
         truncated=np.array([t.stop is StopReason.LENGTH for t in trajectories], dtype=np.bool_),
+        experts=joined([t.experts for t in trajectories], lengths),
     )
 
 

@@ -92,7 +92,8 @@ class GapWatch:
         if self._calm and mean > JUMP * median(self._calm):
             usual = f"{median(self._calm):.2g} in the {len(self._calm)} steps before"
             return [f"it was {usual}, so an engine or a trainer rank may hold other weights than the others"]
-        few = ["few tokens differ by much: experts chosen otherwise, or text that one side tokenizes otherwise"]
+        chosen = "experts chosen otherwise (model.routing_replay has the trainer choose alike)"
+        few = [f"few tokens differ by much: {chosen}, or text that one side tokenizes otherwise"]
         return [
             *(few if largest > RARE * mean else []),
             *self._suspects,

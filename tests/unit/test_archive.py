@@ -125,6 +125,26 @@ def test_a_step_that_does_not_follow_is_our_mistake() -> None:
         file.add(step_with(WeightVersion(1, 5), []))
 
 
+def test_experts_are_kept_and_who_has_none_has_a_record_of_nothing(run: RunDir) -> None:
+    experts = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    told, untold = replace(trajectory([1, 2], [(3, 6), (4, 6)]), experts=experts), trajectory([5], [(6, 7)])
+    steps = [
+        step_with(WeightVersion(3, 8), [group(40, told), group(41, untold), group(42, told)], damaged=[2]),
+        step_with(WeightVersion(3, 9), [group(43, untold)]),
+    ]
+    file = ArchiveFile(WeightVersion(3, 8))
+    for step in steps:
+        file.add(step)
+    path = file.publish(run)
+    found, none = (read_step(path, step).groups for step in (8, 9))
+    assert sorted(found) == [0, 1]
+    kept, unknown = (found[row].trajectories[0].experts for row in (0, 1))
+    assert kept is not None and unknown is not None and kept.dtype == unknown.dtype == np.uint16
+    np.testing.assert_array_equal(kept, experts)
+    np.testing.assert_array_equal(unknown, np.full((2, 3, 2), 65535))
+    assert none[0].trajectories[0].experts is None
+
+
 # Schema
 
 
@@ -137,14 +157,15 @@ def documented() -> dict[str, tuple[str, str]]:
 
 def test_the_schema_that_is_documented_is_the_one_that_is_written(run: RunDir) -> None:
     """Sizes that all differ: G = 2 groups, N = 3 trajectories, T = 11 tokens, B = 16 bytes of ids."""
+    told = replace(trajectory([1, 2], [(3, 6)]), experts=np.zeros((3, 4, 5), np.uint8))
     made_of = [
-        group(40, trajectory([1, 2], [(3, 6)]), trajectory([1, 2], [(3, 6), (4, 7)])),
+        group(40, told, trajectory([1, 2], [(3, 6), (4, 7)])),
         group(41, trajectory([5], [(6, 7), (7, -1), (8, 7)])),
     ]
     file = ArchiveFile(WeightVersion(3, 8))
     file.add(step_with(WeightVersion(3, 8), made_of))
     path = file.publish(run)
-    sizes = {"G": 2, "G+1": 3, "N": 3, "N+1": 4, "T": 11, "B": 16, "G,2": (2, 2)}
+    sizes = {"G": 2, "G+1": 3, "N": 3, "N+1": 4, "T": 11, "B": 16, "G,2": (2, 2), "T,L,K": (11, 4, 5)}
     with h5py.File(path, "r", locking=False) as opened:
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         opened["step-00000008"].visititems(

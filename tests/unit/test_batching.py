@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -108,6 +109,18 @@ def test_pack_lays_trajectories_end_to_end() -> None:
     assert batch.num_trainable == 4
     assert batch.advantages.dtype == batch.behaviour.dtype == np.float32
     assert batch.token_ids.dtype == batch.versions.dtype == np.int32
+
+
+def test_experts_stay_with_their_tokens() -> None:
+    told = replace(trajectory(2, 1), experts=np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+    assert pack([trajectory(1, 1), trajectory(2, 1)], [0.0, 0.0]).experts is None
+    batch = pack([trajectory(1, 1), told, trajectory(1, 1)], [0.0, 0.0, 0.0])
+    assert batch.experts is not None
+    assert batch.experts[2:5].tolist() == np.arange(12).reshape(3, 2, 2).tolist()
+    assert (batch.experts[[0, 1, 5, 6]] == 255).all()
+    chosen = batch.select([1, 0]).experts
+    assert chosen is not None
+    np.testing.assert_array_equal(chosen, batch.experts[[2, 3, 4, 0, 1]])
 
 
 def test_E17_an_empty_share_is_a_batch_of_nothing() -> None:

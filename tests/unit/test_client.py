@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import pickle
 import socket
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from driven import GROUP, PROMPT, SPECS, drive, request, until, update
 from fake_engine import TOKEN, FakeEngine, expected_tokens, running
@@ -18,6 +20,7 @@ from fake_engine import TOKEN, FakeEngine, expected_tokens, running
 from areal_hpc.errors import GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address, EngineLost, EngineRefused
+from areal_hpc.routing import Routing
 from areal_hpc.types import StopReason
 
 
@@ -39,6 +42,40 @@ def test_F1_F2_an_interrupted_answer_equals_an_uninterrupted_one(cuts: list[int]
         done = len(body["input_ids"]) - len(PROMPT)
         assert body["sampling_params"]["max_new_tokens"] == 8 - done > 0
     assert len({body["rid"] for body in engine.bodies("/generate")}) == len(engine.bodies("/generate"))
+
+
+def experts_of(body: dict[str, Any], num_sampled: int) -> list[list[list[int]]]:
+    """Of each place that SGLang would tell of, experts by the place: one layer, two of them."""
+    places = range(body["routed_experts_start_len"], len(body["input_ids"]) + num_sampled - 1)
+    return [[[place % 8, (place + 3) % 8]] for place in places]
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3, 0, 0, 2], [0, 7]], ids=str)
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_answer_comes_with_the_experts_of_every_token_once(cuts: list[int], first: int) -> None:
+    """However often it was interrupted: what was told of the tokens so far is not asked for again."""
+
+    def tell(answer: dict[str, Any]) -> dict[str, Any]:
+        experts = np.array(experts_of(engine.bodies("/generate")[-1], len(answer["output_ids"])), dtype=np.int32)
+        if answer["output_ids"]:
+            answer["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+        return answer
+
+    engine = FakeEngine(interrupt_at=list(cuts), spoil=tell)
+    wanted = replace(request(), experts_from=first)
+    completion = drive(engine, lambda client: client.generate(wanted), routing=Routing(1, 2, 8))
+    assert completion.token_ids.tolist() == expected_tokens(PROMPT, 8)
+    expected = experts_of({"input_ids": PROMPT, "routed_experts_start_len": first}, 8)
+    assert completion.experts.tolist() == [*expected, [[255, 255]]]
+    assert all(body["return_routed_experts"] for body in engine.bodies("/generate"))
+
+
+def test_an_engine_that_tells_no_experts_is_named() -> None:
+    with pytest.raises(GenerationError, match=r"fake-0.*does not say which experts"):
+        drive(FakeEngine(), lambda client: client.generate(request()), routing=Routing(1, 2, 8))
+    engine = FakeEngine()
+    assert drive(engine, lambda client: client.generate(request())).experts is None
+    assert "return_routed_experts" not in engine.bodies("/generate")[0]
 
 
 def test_an_answer_under_a_schema_that_was_interrupted_in_its_middle_is_not_continued() -> None:

@@ -20,6 +20,7 @@ GROUND = {
     "collective",
     "buckets",
     "delta",
+    "routing",
     "weight_files",
     "scorer",
     "protocols",
@@ -84,6 +85,7 @@ DOORS = {
 NEVER = {"ray"}
 TORCHLESS = {
     "types",
+    "routing",
     "waits",
     "protocols",
     "errors",

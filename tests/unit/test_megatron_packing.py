@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +48,25 @@ def test_every_token_is_on_one_rank_and_every_trainable_one_is_predicted_once(
         np.testing.assert_array_equal(one.token_ids[one.rows], one.targets - 1)  # the token before it, as all count up
         assert one.boundaries[-1] == held.size
         assert np.all(np.diff(one.boundaries) % (2 * context if context > 1 else 1) == 0)
+        assert one.experts is None
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    context=st.sampled_from([1, 2, 3, 4]),
+    multiple=st.sampled_from([1, 2, 4]),
+)
+def test_experts_are_where_their_tokens_are(lengths: list[int], context: int, multiple: int) -> None:
+    batch = batch_of(lengths)
+    experts = np.stack([batch.token_ids, batch.token_ids + 1000], 1).astype(np.uint16)[:, None, :]
+    experts[::3] = 65535
+    batch = replace(batch, experts=experts)
+    for rank in range(context):
+        one = pack_for_rank(batch, context_rank=rank, context_size=context, multiple=multiple)
+        assert one.experts is not None and one.experts.shape == (one.token_ids.size, 1, 2)
+        for token, (first, second) in zip(one.token_ids.tolist(), one.experts[:, 0].tolist(), strict=True):
+            known = token > 0 and (token - 1) % 3 > 0
+            assert (first, second) == ((token, token + 1000) if known else (65535, 65535))
 
 
 def test_a_rank_holds_one_early_and_one_late_chunk() -> None:

@@ -6,8 +6,10 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from dialogues import said
 from online_world import Clock
@@ -17,9 +19,10 @@ from served import ADMIN, USER, Gated, Served, run, served
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Transcript, Turn
 from areal_hpc.errors import GenerationError
+from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.proxy.calls import Call
 from areal_hpc.proxy.sessions import Limits, Session
-from areal_hpc.types import GenerationRequest
+from areal_hpc.types import Completion, GenerationRequest
 
 
 def test_H6_sessions_are_opened_without_asking_anybody(hermes: ChatRenderer) -> None:
@@ -72,6 +75,28 @@ def test_a_session_over_http_from_its_start_to_its_export(hermes: ChatRenderer) 
             assert (await service.post("/rl/set_reward", {"reward": 1}, key))[0] == 401
             _, empty = await service.post("/rl/export", {"session_id": service.session.id}, ADMIN)
             assert (empty["trajectories"], empty["turns"]) == ([], [])
+
+    run(scenario())
+
+
+def test_experts_that_are_known_are_not_asked_for_again(hermes: ChatRenderer) -> None:
+    class Telling(ScriptedGenerator):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            completion = await super().generate(request)
+            num_tokens = len(request.token_ids) + completion.token_ids.size - request.experts_from
+            return replace(completion, experts=np.full((num_tokens, 1, 1), 7, dtype=np.uint8))
+
+    async def scenario() -> None:
+        engine = Telling([said(hermes, "one"), said(hermes, "two")])
+        async with served(hermes, [], generator=engine) as service:
+            await service.post("/v1/chat/completions", {"messages": [USER]})
+            await service.post(
+                "/v1/chat/completions", {"messages": [USER, {"role": "assistant", "content": "one"}, USER]}
+            )
+            first, second = service.session.transcript.turns
+            assert len(second.completion.experts) == len(second.token_ids) - len(first.token_ids) + 1
+            (trajectory,) = service.session.transcript.trajectories(final=1.0)
+            assert trajectory.experts.shape == (trajectory.token_ids.size, 1, 1)
 
     run(scenario())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis.extra import numpy as numpy_st
 
 from areal_hpc.buffer import records
 from areal_hpc.buffer.records import (
@@ -25,6 +27,17 @@ from areal_hpc.errors import CorruptRecord, DataError
 from areal_hpc.types import Baseline, StopReason, Trajectory, TrajectoryGroup
 
 OWNER = 7
+
+
+def trajectory(num_tokens: int) -> Trajectory:
+    return Trajectory(
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        versions=np.zeros(num_tokens, dtype=np.int32),
+        reward=0.0,
+        stop=StopReason.STOP,
+    )
 
 
 @st.composite
@@ -52,6 +65,18 @@ groups = st.builds(
     st.lists(trajectories(), max_size=4),
     st.none() | st.builds(Baseline, st.floats(-9, 9), st.floats(0, 9)),
 )
+
+
+@st.composite
+def groups_of_mixtures(draw: st.DrawFn) -> TrajectoryGroup:
+    """Groups in which some trajectories, or all, come with the experts that computed them."""
+    group, shape = draw(groups), draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+    told = [
+        replace(t, experts=draw(numpy_st.arrays(dtype, (t.token_ids.size, *shape)))) if draw(st.booleans()) else t
+        for t in group.trajectories
+    ]
+    return replace(group, trajectories=tuple(told))
 
 
 def read_back(stored: bytes, owner: int = OWNER) -> tuple[dict[str, object], bytes] | None:
@@ -163,8 +188,51 @@ def test_metadata_that_does_not_describe_the_body_is_corrupt() -> None:
         decode_group({**meta, "columns": [["token_ids", "|O", 0]]}, body)
 
 
+@given(groups_of_mixtures())
+def test_experts_come_back_and_who_had_none_beside_others_that_had_has_a_record_of_nothing(
+    group: TrajectoryGroup,
+) -> None:
+    meta, body = encode_group(group)
+    told = [t.experts for t in group.trajectories if t.experts is not None]
+    assert len(body) == group.num_tokens * (
+        4 + 4 + 4 + 1 + (told[0].itemsize * int(np.prod(told[0].shape[1:])) if told else 0)
+    )
+    found = decode_group(*read_back(frame(RecordType.DATA, 0, OWNER, meta, body)) or ({}, b""))
+    for one, two in zip(found.trajectories, group.trajectories, strict=True):
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+        if not told:
+            assert one.experts is None
+            continue
+        assert one.experts is not None and one.experts.dtype == told[0].dtype
+        nothing = np.full((two.token_ids.size, *told[0].shape[1:]), 2 ** (8 * told[0].itemsize) - 1)
+        np.testing.assert_array_equal(one.experts, nothing if two.experts is None else two.experts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "column"),
+    [([3, 2], ["experts", "|u1", 6]), ([3], ["experts", "|u1", 3]), ([1, 2], ["experts", "<i4", 2])],
+    ids=["another model's", "no shape", "no type of experts"],
+)
+def test_experts_of_something_else_are_corrupt(shape: list[int], column: list[object]) -> None:
+    experts = np.zeros((2, 3, 2), np.uint8)
+    group = TrajectoryGroup(position=4, prompt_id="x", trajectories=(replace(trajectory(2), experts=experts),))
+    meta, body = encode_group(group)
+    broken = {**meta, "experts": shape, "columns": [*meta["columns"][:-1], column]}
+    with pytest.raises(CorruptRecord, match="the experts of position 4 are not those of 2 tokens"):
+        decode_group(broken, body)
+
+
+def test_experts_count_in_the_size_that_a_record_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TrajectoryGroup(position=4, prompt_id="x", trajectories=(trajectory(2),))
+    monkeypatch.setattr(records, "MAX_BODY", 2 * 13)
+    encode_group(group)
+    told = replace(group.trajectories[0], experts=np.zeros((2, 3, 2), np.uint8))
+    with pytest.raises(DataError, match="has 38 bytes, more than the 26"):
+        encode_group(replace(group, trajectories=(told,)))
+
+
 def test_an_unknown_column_is_passed_over() -> None:
     """A later version may store more for each token; this one still reads what it knows."""
     meta, body = encode_group(TrajectoryGroup(position=4, prompt_id="x", trajectories=()))
-    more = {**meta, "columns": [*meta["columns"], ["experts", "|u1", 2]]}
+    more = {**meta, "columns": [*meta["columns"], ["entropies", "|u1", 2]]}
     assert decode_group(more, body + b"\1\2").prompt_id == "x"

@@ -173,6 +173,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"generation__backend": EngineName.SGLANG, "weights__delta": True},
         "weights.delta: sglang takes whole tensors only; set it to false, or choose embedded or vllm",
     ),
+    "check_routing": (
+        {"model__routing_replay": True, "trainer__backend": TrainerBackendName.MEGATRON},
+        "model.routing_replay: embedded does not tell which experts computed a token; set it to false, or generation",
+    ),
+    "check_routing, trainer": (
+        {"model__routing_replay": True, "generation__backend": EngineName.SGLANG},
+        "model.routing_replay: reference cannot choose experts by a record; set it to false, or trainer.backend=",
+    ),
     "check_lora": ({"model__lora__alpha": 8.0}, "model.lora: does nothing with model.lora.rank = 0"),
     "check_lora, nothing": (
         {"model__lora__rank": 8, "model__lora__target_modules": ()},

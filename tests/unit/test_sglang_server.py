@@ -66,6 +66,11 @@ def test_false_takes_one_of_our_flags_away() -> None:
     assert "--disable-overlap-schedule" not in given_values(extra={"disable_overlap_schedule": False})
 
 
+def test_experts_are_recorded_only_where_they_are_replayed() -> None:
+    assert "--enable-return-routed-experts" not in given_values()
+    assert given_values(tells_experts=True)["--enable-return-routed-experts"] == ""
+
+
 def test_arguments_become_words() -> None:
     assert argument("enable_metrics", True) == ["--enable-metrics"]
     assert argument("lora_paths", ["a", "b"]) == ["--lora-paths", "a", "b"]

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,57 @@ def test_random_conversations_train_exactly_what_was_sampled(dialogues: dict[str
         assert conversation.mismatches() == [], f"{family}, seed {seed}"
         drifts += conversation.transcript.drifts
     assert set(drifts) == set(Drift), drifts
+
+
+class Telling:
+    """Says of every token but the last, from the first that it was asked for, its place in the sequence."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+
+    def turn(self, messages: Sequence[Any], text: str) -> int:
+        transcript = self.talk.transcript
+        place = transcript.place(messages)
+        ids = said(self.talk.dialogue, text, 0)
+        first, num_tokens = transcript.num_recorded(place), len(place.context) + len(ids)
+        experts = np.array([*range(first, num_tokens - 1), 65535], dtype=np.uint16)[:, None, None]
+        told = replace(completion(ids), experts=experts)
+        return transcript.commit(place, told, message("assistant", text))
+
+
+def test_each_token_has_the_experts_that_were_told_of_it_once(hermes: ChatRenderer) -> None:
+    """Later turns ask for what is new alone; a branch has those of the turns before it, wherever these are trained."""
+    talk = Talk(hermes)
+    telling = Telling(talk)
+    telling.turn([USER], "Five.")
+    asked = [USER, message("assistant", "Five."), message("user", "Sure?")]
+    telling.turn(asked, "Yes.")
+    telling.turn([*asked, message("assistant", "Yes."), message("user", "Why?")], "So.")
+    telling.turn([USER, message("assistant", "Five."), message("user", "Really?")], "No.")
+    turns = talk.transcript.turns
+    assert [turn.place.drift for turn in turns[1:]] == [Drift.CLEAN] * 3
+    for turn, parent in ((turns[1], turns[0]), (turns[2], turns[1]), (turns[3], turns[0])):
+        assert turn.completion.experts is not None
+        assert len(turn.completion.experts) == len(turn.token_ids) - len(parent.token_ids) + 1
+    main, branch = talk.transcript.trajectories(final=1.0)
+    assert {main.token_ids.size, branch.token_ids.size} == {len(turns[2].token_ids), len(turns[3].token_ids)}
+    for trajectory in (main, branch):
+        assert trajectory.experts is not None
+        assert trajectory.experts.ravel().tolist() == [*range(trajectory.token_ids.size - 1), 65535]
+
+
+def test_a_turn_that_tells_none_leaves_its_own_tokens_without_and_the_next_asks_for_all(hermes: ChatRenderer) -> None:
+    talk = Talk(hermes)
+    telling = Telling(talk)
+    telling.turn([USER], "Five.")
+    asked = [USER, message("assistant", "Five."), message("user", "Sure?")]
+    talk.turn(asked, "Yes.")
+    (trajectory,) = talk.transcript.trajectories(final=1.0)
+    known = len(talk.transcript.turns[0].token_ids) - 1
+    unknown = [65535] * (trajectory.token_ids.size - known)
+    assert trajectory.experts is not None
+    assert trajectory.experts.ravel().tolist() == [*range(known), *unknown]
+    telling.turn([*asked, message("assistant", "Yes."), message("user", "Why?")], "So.")
+    (trajectory,) = talk.transcript.trajectories(final=1.0)
+    assert trajectory.experts is not None
+    assert trajectory.experts.ravel().tolist() == [*range(trajectory.token_ids.size - 1), 65535]

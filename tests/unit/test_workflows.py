@@ -82,6 +82,17 @@ def test_an_episode_becomes_one_trajectory() -> None:
     assert dtypes == [np.int32, np.bool_, np.float32, np.int32]
 
 
+def test_experts_of_the_whole_sequence_come_with_it() -> None:
+    class Telling(Scripted):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            assert request.experts_from == 0
+            return replace(await super().generate(request), experts=np.arange(9, dtype=np.uint8).reshape(9, 1, 1))
+
+    assert run(PROMPT, episode(Scripted("hey"))).experts is None
+    experts = run(PROMPT, episode(Telling("hey"))).experts
+    assert experts is not None and experts.ravel().tolist() == list(range(9))
+
+
 def test_the_request_carries_the_episode_and_its_sampling() -> None:
     engine = Scripted("hey")
     run(PROMPT, episode(engine))

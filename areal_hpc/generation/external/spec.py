@@ -31,6 +31,8 @@ class ServerSpec:
     """Longest sequence, prompt and answer together."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    tells_experts: bool = False
+    """It records which experts compute each token, for requests that ask."""
     seed: int = 0
     version: str = "0"
     """Version of the weights in ``model_path``."""

@@ -34,6 +34,7 @@ def server_arguments(spec: ServerSpec, *, port: int, internal_port: int) -> list
         "tp_size": spec.tensor_parallel,
         "pp_size": spec.pipeline_parallel,
         "random_seed": spec.seed,
+        "enable_return_routed_experts": spec.tells_experts,
         "log_level_http": "warning",  # else a line for each request
         "enable_metrics": True,  # what it has sampled is counted nowhere else
         "device": spec.accelerator.device,

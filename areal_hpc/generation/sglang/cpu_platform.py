@@ -25,6 +25,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def init_backend(self) -> None:
+        """SGLang registers with CUDA what it keeps on the host, such as the choice of experts, unless told not to."""
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        ALLOC_MEMORY_FUNCS[self.device_type] = _host_memory
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 
@@ -45,3 +51,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang 
             return TokenToKVPoolAllocator(size, **pool)
 
         return allocator
+
+
+def _host_memory(shape: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **_: Any) -> Any:
+    return allocator.allocate(shape, dtype=dtype, device=device)

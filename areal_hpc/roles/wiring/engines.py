@@ -20,9 +20,11 @@ from areal_hpc.fs import RunDir, fsync_directory, read_if_listed
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Capacity, Router
+from areal_hpc.pretrained.architecture import read_architecture
 from areal_hpc.roles import seats
 from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
+from areal_hpc.routing import Routing
 from areal_hpc.telemetry import add_secret
 
 log = logging.getLogger(__name__)
@@ -166,7 +168,14 @@ def _client(process: RoleProcess, index: int, endpoint: Mapping[str, Any]) -> En
         incarnation=first.incarnation,
         yields_s=EVALUATION_YIELDS_S if process.role == "evaluator" else 0.0,
         locate=locate,
+        routing=_routing(config) if config.model.routing_replay and process.role != "evaluator" else None,
     )
+
+
+def _routing(config: Config) -> Routing:
+    model = read_architecture(Path(config.model.path))
+    assert model.experts is not None, "a model without experts was not refused"
+    return Routing(model.num_layers, model.experts.num_per_token, model.experts.num_experts)
 
 
 def make_router(process: RoleProcess) -> Router:

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_hpc.config.recipes import is_offline, reference_of
 from areal_hpc.config.schema import Config, TrainerBackendName
 from areal_hpc.dialogue.renderer import load_tokenizer
-from areal_hpc.errors import DataError
+from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.engines import check_model_path, dotted
@@ -61,6 +61,7 @@ def check_made(config: Config) -> None:
 
     Raises:
         DataError: it does not go with the reference model, or with the answers that an offline algorithm learns from.
+        ConfigError: it cannot be split as the trainer is to, or has no experts whose routing could be replayed.
     """
     if config.evaluation.checkpoint:
         return
@@ -69,7 +70,11 @@ def check_made(config: Config) -> None:
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
-        check_model(Path(config.model.path), config.trainer.parallel, config.model.lora)
+        architecture = check_model(Path(config.model.path), config.trainer.parallel, config.model.lora)
+        if config.model.routing_replay and architecture.experts is None:
+            raise ConfigError(
+                f"model.routing_replay: {config.model.path} has no experts to choose among; set it to false"
+            )
 
 
 def check_vocabulary(model: str, reference: str) -> None:

@@ -107,6 +107,7 @@ def spec_of(process: RoleProcess) -> ServerSpec:
         max_tokens=config.model.max_tokens,
         tensor_parallel=config.generation.tensor_parallel,
         pipeline_parallel=config.generation.pipeline_parallel,
+        tells_experts=config.model.routing_replay,
         seed=seed_of(process),
         version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,

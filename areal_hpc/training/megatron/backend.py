@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from areal_hpc.training.lora import outgoing, require_same_terms
 from areal_hpc.training.megatron.critic import SplitCritic
 from areal_hpc.training.megatron.heads import Head, Numbers, Words
 from areal_hpc.training.megatron.parallel import Place, enter_groups
+from areal_hpc.training.megatron.replay import replay
 from areal_hpc.training.megatron.requirements import check_model
 from areal_hpc.training.megatron.schedule import Passes
 from areal_hpc.training.megatron.split import AdaptedModel, SplitModel, frozen
@@ -108,6 +110,8 @@ class MegatronBackend:
         self._temperature, self._passes = temperature, Passes(self._place, trainer)
         self._lora, self._whole = lora, whole
         self._model = self._adapted(architecture, seed) if lora.rank else self._split(architecture)
+        if architecture.experts is not None:
+            replay(self._model.chunks)
         self._terms = terms_of(lora, fingerprint_of(self._base_weights())) if lora.rank else {}
         self._head = Numbers(self._place) if self._is_scorer else self._words(architecture)
         self.kl_coef = algorithm.kl.coef
@@ -160,8 +164,8 @@ class MegatronBackend:
         if self._reference is not None:
             return self._logprobs_of(*self._reference, batch)
         assert isinstance(self._model, AdaptedModel) and reference_of(self._algorithm) == "", "there is no reference"
-        with self._model.adapters.off():
-            return self._logprobs_of(self._model.chunks, self._head, batch)
+        with self._model.adapters.off():  # another model, as a frozen one of its own: it routes by itself
+            return self._logprobs_of(self._model.chunks, self._head, replace(batch, experts=None))
 
     def values(self, batch: Batch) -> tuple[Float32Array, Float32Array]:
         """The critic's values [T] before trainable tokens, and [S] after each sequence; see ``Critic.values``."""

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from areal_hpc.collective import meeting
 from areal_hpc.config.schema import TrainerConfig
+from areal_hpc.routing import replayed
 from areal_hpc.training.forward import IntArray, parts
 from areal_hpc.training.megatron.heads import Head, on
 from areal_hpc.training.megatron.packing import Packed, nothing, pack_for_rank
 from areal_hpc.training.megatron.parallel import Place
+from areal_hpc.training.megatron.replay import send_along
 from areal_hpc.types import Batch, Float32Array
 from areal_hpc.waits import advance
 
@@ -109,10 +111,13 @@ class Passes:
 
         boundaries = on(self._place, packed.boundaries)
         longest = int((packed.boundaries[1:] - packed.boundaries[:-1]).max())
-        return PackedSeqParams(
+        lengths = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
             cu_seqlens_kv=boundaries,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+        if packed.experts is not None:
+            send_along(lengths, on(self._place, replayed(packed.experts)), self._place)
+        return lengths
