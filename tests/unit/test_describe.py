@@ -33,6 +33,7 @@ model.path: str
 model.maker: str
 model.dtype: float32 | bfloat16
 model.max_tokens: int
+model.routing_replay: bool
 model.lora.rank: int
 model.lora.alpha: float
 model.lora.target_modules: list of str
