@@ -29,8 +29,9 @@ from typing import Any, BinaryIO
 import google_crc32c
 
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, fsync_directory, make_private_directory
+from areal_hpc.fs import fsync_directory, make_private_directory
 from areal_hpc.privacy import open_private
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, WeightVersion
 
 FORMAT = 1

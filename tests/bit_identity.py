@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from launched import Launched, launched, newest_checkpoint, until
 
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
 
 STEPS = 8

@@ -24,7 +24,8 @@ from areal_hpc.buffer.chain import ChainName
 from areal_hpc.buffer.records import RecordType, group_ref
 from areal_hpc.buffer.scan import ChainReader, GroupFetcher
 from areal_hpc.checkpoint import CHECKPOINT_NAME, verify
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record, RecordReader
 from areal_hpc.types import TrajectoryGroup
 from areal_hpc.watermark import Watermark

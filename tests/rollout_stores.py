@@ -15,7 +15,7 @@ from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 
 NEVER_S = 1e6

@@ -13,11 +13,12 @@ from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles import launcher
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.launcher import run_local
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -42,8 +42,9 @@ from forked import fork, preload, role_name
 
 from areal_hpc.buffer.epochs import newest_epoch, read_start
 from areal_hpc.checkpoint import PENDING_NAME
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.report import Breach, Proof, prove_run
+from areal_hpc.run_dir import RunDir
 
 LIMIT_S = 120.0
 """Longest wait for anything; far more than it takes on a busy machine."""

@@ -51,8 +51,9 @@ from numpy.typing import NDArray
 from areal_hpc import __version__
 from areal_hpc.buffer.epochs import history
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir, publish
+from areal_hpc.fs import publish
 from areal_hpc.routing import joined
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import (
     ArchivedStep,
     Baseline,

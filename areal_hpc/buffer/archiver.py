@@ -20,8 +20,9 @@ from pathlib import Path
 from areal_hpc.buffer.archive import ArchiveFile
 from areal_hpc.buffer.scan import intact
 from areal_hpc.errors import WaitTimeout
-from areal_hpc.fs import RunDir, make_private_directory
+from areal_hpc.fs import make_private_directory
 from areal_hpc.protocols import Fetch
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, TrainedStep
 
 MAX_BEHIND = 4

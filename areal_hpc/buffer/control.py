@@ -15,8 +15,9 @@ from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, names_in, publish_json, read_json
+from areal_hpc.fs import names_in, publish_json, read_json
 from areal_hpc.patience import PASSING, RETRY_PAUSES_S
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, names_in, read_if_listed, sweep_temporaries
+from areal_hpc.fs import create_exclusive, make_private_directory, names_in, read_if_listed, sweep_temporaries
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

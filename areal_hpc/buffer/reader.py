@@ -26,9 +26,10 @@ from areal_hpc.buffer.pace import Pace, poll_pause_s
 from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir, make_private_directory, names_in
+from areal_hpc.fs import make_private_directory, names_in
 from areal_hpc.mount import low_space
 from areal_hpc.patience import PASSING
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 

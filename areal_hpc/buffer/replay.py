@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.buffer.archive import archived_steps, read_step
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, Drop, Dropped, GroupRef, TrajectoryGroup, WeightVersion
 
 

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir, names_in
+from areal_hpc.fs import names_in
 from areal_hpc.patience import RETRY_PAUSES_S, naming, retried
 from areal_hpc.protocols import Fetch
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GroupRef, TrajectoryGroup
 from areal_hpc.waits import FILE_SYSTEM, waiting
 

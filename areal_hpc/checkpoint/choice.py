@@ -6,7 +6,8 @@ import logging
 
 from areal_hpc.checkpoint.files import PENDING_NAME, Checkpoint, Lineage, counts, listed, verify
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir, names_in
+from areal_hpc.fs import names_in
+from areal_hpc.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -25,17 +25,10 @@ from typing import Any
 
 from areal_hpc.checkpoint.files import STATE, path_of, pending, write_manifest
 from areal_hpc.errors import RoleDied
-from areal_hpc.fs import (
-    RunDir,
-    fsync_directory,
-    names_in,
-    publish,
-    publish_json,
-    read_json,
-    wait_for,
-)
+from areal_hpc.fs import fsync_directory, names_in, publish, publish_json, read_json, wait_for
 from areal_hpc.patience import rename
 from areal_hpc.privacy import follow_directory, make_inside
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 

@@ -18,8 +18,9 @@ import google_crc32c
 
 from areal_hpc import __version__
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir, fsync_directory, names_in, publish_json, read_json
+from areal_hpc.fs import fsync_directory, names_in, publish_json, read_json
 from areal_hpc.patience import naming, retried
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 FORMAT = 2

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from areal_hpc.checkpoint.files import PENDING_NAME, PINNED, Lineage, counts, listed, pending, verify
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir, names_in
+from areal_hpc.fs import names_in
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 logger = logging.getLogger(__name__)

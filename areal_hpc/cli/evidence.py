@@ -44,8 +44,8 @@ def _ledger(options: argparse.Namespace) -> int:
     """Exit code 0: proven; 1: violated, with the steps, positions and prompts that break it."""
     import json
 
-    from areal_hpc.fs import RunDir
     from areal_hpc.report import ledger_lines, prove_run
+    from areal_hpc.run_dir import RunDir
 
     run = RunDir.open(options.run_dir)
     proof = prove_run(run)
@@ -54,8 +54,8 @@ def _ledger(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.report.inspect import show_step, step_table
+    from areal_hpc.run_dir import RunDir
 
     run = RunDir.open(options.run_dir)
     if options.step is None and (options.group, options.episode) != (None, None):
@@ -67,8 +67,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.roles.export import export
+    from areal_hpc.run_dir import RunDir
 
     version, use = export(RunDir.open(options.run_dir), options.step, options.directory, merged=options.merged)
     print(f"{options.directory}: the weights of step {version.step}; {use}")

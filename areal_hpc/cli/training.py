@@ -97,8 +97,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.roles.resuming import resumption
+    from areal_hpc.run_dir import RunDir
 
     run = RunDir.open(options.run_dir, waiting=True)
     found = resumption(run, options.config)
@@ -137,16 +137,16 @@ def _find_beside() -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.roles.job import stop_submitted
+    from areal_hpc.run_dir import RunDir
 
     print(f"{options.run_dir}: {stop_submitted(RunDir.open(options.run_dir, waiting=True), options.timeout)}")
     return 0
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.roles.replay import replay_run
+    from areal_hpc.run_dir import RunDir
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)

@@ -45,16 +45,16 @@ def _add_logs(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.report import status_lines
+    from areal_hpc.run_dir import RunDir
 
     print("\n".join(status_lines(RunDir.open(options.run_dir, waiting=True))))
     return 0
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.report.logs import show_logs
+    from areal_hpc.run_dir import RunDir
 
     if options.rank is not None and not options.role:
         raise ConfigError("--rank is of a role; add --role")
@@ -65,16 +65,16 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.report import why_lines
+    from areal_hpc.run_dir import RunDir
 
     print("\n".join(why_lines(RunDir.open(options.run_dir, waiting=True))))
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from areal_hpc.fs import RunDir
     from areal_hpc.report import report_run
+    from areal_hpc.run_dir import RunDir
 
     report_run(RunDir.open(options.run_dir), ask=True)
     return 0
@@ -83,8 +83,8 @@ def _report(options: argparse.Namespace) -> int:
 def _page(options: argparse.Namespace) -> int:
     import asyncio
 
-    from areal_hpc.fs import RunDir
     from areal_hpc.roles.service import show_run
+    from areal_hpc.run_dir import RunDir
 
     try:
         asyncio.run(show_run(RunDir.open(options.run_dir), options.port, sys.stdout))

@@ -29,7 +29,7 @@ from areal_hpc.cluster.devices import visible_devices
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.rendezvous import address_by_mpi, address_towards
 from areal_hpc.config.load import load
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 
 LOOK_S = 0.1
 

@@ -24,8 +24,8 @@ from types import MappingProxyType
 from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import Config
-from areal_hpc.fs import AttemptDir, RunDir
 from areal_hpc.privacy import open_private
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 Process = subprocess.Popen[bytes]
 Key = tuple[str, int]

@@ -26,7 +26,7 @@ from typing import IO, Any
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, end_in_order, last_lines
 from areal_hpc.errors import AttemptFailed
-from areal_hpc.fs import AttemptDir, RunDir
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.1
 LEAVE_S = 15.0

@@ -30,7 +30,7 @@ from areal_hpc.config.recipes import RECIPES, is_offline
 from areal_hpc.config.routing_checks import check_routing
 from areal_hpc.config.schema import Attention, Config, Dtype, EngineName, Recompute, RolloutConfig, TrainerBackendName
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import NAME
+from areal_hpc.run_dir import NAME
 
 NOT_EMPTY = ("model.path", "prompts.train", "rollout.workflow", "run_root")
 DOTTED_PATH = re.compile(r"\w+(\.\w+)*:\w+")

@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_hpc.config.cluster import ComponentConfig, Shape, inherited, seconds_of
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, EngineName
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 
 LONGEST_LEAD_S = 300
 SPARE_S = 10

@@ -23,7 +23,7 @@ from areal_hpc.config.problems import did_you_mean, near_keys, raise_if_any
 from areal_hpc.config.schema import Config
 from areal_hpc.config.source import Sourced, read_file, read_override
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import NAME
+from areal_hpc.run_dir import NAME
 
 
 def files_and_overrides(words: Sequence[str]) -> tuple[list[Path], list[str]]:

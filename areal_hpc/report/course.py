@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from areal_hpc.fs import RunDir
 from areal_hpc.report.files import configuration
 from areal_hpc.report.summary import Series, moving_mean, summarise
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record, RecordReader
 
 ROLES = ("trainer", "evaluator", "launcher")

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from areal_hpc.algorithms.pass_at_k import LEVEL, RESAMPLES, ks_of
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.report.files import configuration, print_rows, write_report
 from areal_hpc.report.text import count, number, percent
+from areal_hpc.run_dir import RunDir
 
 
 def report_run(run: RunDir, stream: TextIO | None = None, *, ask: bool = False) -> None:

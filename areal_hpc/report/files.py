@@ -9,11 +9,12 @@ from typing import Any, TextIO
 
 import yaml
 
-from areal_hpc.fs import RunDir, publish, publish_json
+from areal_hpc.fs import publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
 from areal_hpc.report.text import MISSING, count, duration, number, one_line, percent, size
 from areal_hpc.report.usage import usage_of, usage_rows
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record, RecordReader
 
 ROLES = ("trainer", "evaluator", "rollout", "launcher")

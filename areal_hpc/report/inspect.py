@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from areal_hpc.buffer.archive import archived_steps, read_refs
 from areal_hpc.dialogue.text import IncrementalText, Text, load_text
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir
 from areal_hpc.report.files import configuration
 from areal_hpc.report.recall import journalled_steps, recall
 from areal_hpc.report.text import MISSING, count, number, percent
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry.logs import escape
 from areal_hpc.types import NOT_SAMPLED, ArchivedStep, GroupRef, Trajectory
 

@@ -15,11 +15,11 @@ from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.checkpoint import CHECKPOINT_NAME, Checkpoint, verify
 from areal_hpc.errors import CheckpointError, RunDirError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import entries
 from areal_hpc.report.files import configuration
 from areal_hpc.report.proof import Attempt, Breach, Evidence, Proof, RingState, Violation, prove
 from areal_hpc.report.text import count
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop
 from areal_hpc.watermark import Watermark
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir, names_in
+from areal_hpc.fs import names_in
 from areal_hpc.roles.job import batch_log, jobs_of
 from areal_hpc.roles.stopping import state_of
+from areal_hpc.run_dir import RunDir
 
 LAUNCHER = "launcher"
 """The name under which the batch script's output is shown; started by hand, a launcher writes to its terminal."""

@@ -10,8 +10,8 @@ from areal_hpc.buffer.epochs import history
 from areal_hpc.buffer.records import RecordType, group_ref
 from areal_hpc.buffer.scan import ChainReader, GroupFetcher, intact
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Entry, Kind, entries
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, GroupRef, TrainedStep, WeightVersion
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.fs import read_if_listed
 from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
@@ -19,6 +19,7 @@ from areal_hpc.roles.heartbeat import watch_pulses
 from areal_hpc.roles.job import WAITS, JobView, batch_log, look, works_outside
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE
+from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import RecordReader
 
 CHECKPOINT = re.compile(r"step-(\d+)\.e(\d+)")

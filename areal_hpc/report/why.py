@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
-from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.fs import read_if_listed
 from areal_hpc.keys import read_key
 from areal_hpc.privacy import owner_of
 from areal_hpc.report.files import configuration
@@ -20,6 +20,7 @@ from areal_hpc.report.picture import Seen, explain, sentence
 from areal_hpc.roles.heartbeat import SILENT_S, read_heartbeat
 from areal_hpc.roles.seats import vacant
 from areal_hpc.roles.stopping import ALIVE, state_of
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.25
 ASK_S = 2.0

@@ -25,7 +25,7 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.exits import EXIT_STALLED
-from areal_hpc.fs import AttemptDir, RunDir, publish, publish_json
+from areal_hpc.fs import publish, publish_json
 from areal_hpc.keys import make_key
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
@@ -35,6 +35,7 @@ from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_s
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.roles.wiring.launchers import make_launcher
+from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,10 @@ from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import ArchiveConfig, Config, ReplayConfig
 from areal_hpc.errors import CheckpointError, ConfigError, DataError, RunDirError
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.launcher import run_local
+from areal_hpc.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from areal_hpc.fs import AttemptDir
 from areal_hpc.roles import seats
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stacks import Process
+from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from areal_hpc.buffer.epochs import history
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, ParallelConfig, TrainerBackendName
 from areal_hpc.errors import CheckpointError, DataError
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 POLICY = "give it as model.path to any run or engine"

@@ -23,7 +23,8 @@ from typing import Any
 
 from areal_hpc.buffer.control import read_replaced
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.fs import AttemptDir, names_in, publish_json
+from areal_hpc.fs import names_in, publish_json
+from areal_hpc.run_dir import AttemptDir
 from areal_hpc.waits import published
 
 log = logging.getLogger(__name__)

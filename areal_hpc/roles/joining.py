@@ -34,7 +34,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import ConfigError, DataError, RunDirError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
-from areal_hpc.fs import AttemptDir, RunDir, names_in, read_json, wait_for
+from areal_hpc.fs import names_in, read_json, wait_for
 from areal_hpc.privacy import is_secret
 from areal_hpc.roles import seats
 from areal_hpc.roles.eviction import Eviction
@@ -45,6 +45,7 @@ from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
 from areal_hpc.roles.wiring.launchers import devices_here
 from areal_hpc.roles.wiring.servers import check_server
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 log = logging.getLogger(__name__)
 

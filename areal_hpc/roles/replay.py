@@ -20,10 +20,10 @@ from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import ArchiveConfig, Config, ReplayConfig
 from areal_hpc.errors import CheckpointError, RunDirError
 from areal_hpc.exits import EXIT_DONE
-from areal_hpc.fs import RunDir
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.launcher import run_local
 from areal_hpc.roles.wiring.replay import last_step
+from areal_hpc.run_dir import RunDir
 
 
 def replay_run(

@@ -20,9 +20,9 @@ from areal_hpc.config.paths import anchored
 from areal_hpc.config.resolve import read_config
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir
 from areal_hpc.roles.job import newest_submission
 from areal_hpc.roles.stopping import state_of
+from areal_hpc.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.fs import AttemptDir, create_exclusive, names_in, read_if_listed
+from areal_hpc.fs import create_exclusive, names_in, read_if_listed
+from areal_hpc.run_dir import AttemptDir
 
 NAME = re.compile(r"(\d+)\.(\d+)(?:\.(up|left))?")
 

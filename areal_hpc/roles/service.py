@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
-    from areal_hpc.fs import RunDir
+    from areal_hpc.run_dir import RunDir
 
 SERVING = ("agent.online.enabled=true", "prompts.train=areal_hpc.tasks.open_ended:OpenEnded")
 """What makes a run serve, whatever its configuration says."""

@@ -19,8 +19,9 @@ import signal
 from typing import Protocol
 
 from areal_hpc.buffer.control import read_replaced
-from areal_hpc.fs import AttemptDir, names_in, publish_json
+from areal_hpc.fs import names_in, publish_json
 from areal_hpc.privacy import open_private
+from areal_hpc.run_dir import AttemptDir
 
 REQUEST = "request.json"
 """How often stacks were asked for, in the directory of the stacks."""

@@ -13,8 +13,9 @@ from typing import Any
 from areal_hpc.buffer.epochs import claimed_by
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import AttemptDir, RunDir, names_in, publish, read_if_listed
+from areal_hpc.fs import names_in, publish, read_if_listed
 from areal_hpc.privacy import is_own, owner_of
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 RUNNING, RESTARTING = "running", "restarting"
 ALIVE = (RUNNING, RESTARTING)

@@ -31,7 +31,7 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError, SubmissionError
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory, publish, publish_json
+from areal_hpc.fs import create_exclusive, make_private_directory, publish, publish_json
 from areal_hpc.privacy import umask_of
 from areal_hpc.roles.job import (
     JobView,
@@ -47,6 +47,7 @@ from areal_hpc.roles.job import (
 )
 from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
+from areal_hpc.run_dir import RunDir
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
-from areal_hpc.fs import RunDir, read_if_listed, wait_for
+from areal_hpc.fs import read_if_listed, wait_for
 from areal_hpc.protocols import Fetch, TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import RoleProcess
@@ -34,6 +34,7 @@ from areal_hpc.roles.wiring.training import (
     make_fetch,
     make_trainer_side,
 )
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.gap import GapWatch, suspects
 from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks

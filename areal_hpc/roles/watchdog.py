@@ -24,12 +24,13 @@ from typing import Any, NoReturn
 from areal_hpc.cluster.owner import STOPPED, Owner
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
-from areal_hpc.fs import AttemptDir, publish
+from areal_hpc.fs import publish
 from areal_hpc.report.observer import Observer
 from areal_hpc.report.picture import Explanation, Seen, explain, hung_engines
 from areal_hpc.roles import stacks
 from areal_hpc.roles.attendance import Attendance
 from areal_hpc.roles.heartbeat import read_heartbeat
+from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)
 

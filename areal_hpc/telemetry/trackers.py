@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
 from areal_hpc.extras import optional
-from areal_hpc.fs import RunDir, create_exclusive, make_private_directory
+from areal_hpc.fs import create_exclusive, make_private_directory
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry.records import Record
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from tiny_models import make_model
 from areal_hpc.checkpoint import Keep, prune, write
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import TrainerConfig
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import WeightVersion
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from machine import describe
 
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.tasks import tiny_model
 from areal_hpc.telemetry import RecordReader
 

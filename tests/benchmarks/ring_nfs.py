@@ -29,7 +29,7 @@ import machine
 from lab import Client, Command, Lab, missing
 from ring_ends import GROUP_SIZE, GROUPS_PER_STEP
 
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = str(ROOT / "tests" / "nfs" / "ring_ends.py")

@@ -26,7 +26,8 @@ from areal_hpc.buffer.records import (
     parse_meta,
 )
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher, intact
-from areal_hpc.fs import RunDir, fsync_directory, make_private_directory
+from areal_hpc.fs import fsync_directory, make_private_directory
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup
 
 NUM_WRITERS, NUM_READERS, NUM_TOKENS, POLL_S = 4, 2, 4096, 0.01  # 13 bytes a token: 53 KB a group

@@ -20,8 +20,8 @@ from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.errors import AttemptFailed
 from areal_hpc.exits import EXIT_STOPPED
-from areal_hpc.fs import RunDir
 from areal_hpc.protocols import Launcher
+from areal_hpc.run_dir import RunDir
 
 ROLE = ("trainer", 1)
 """It waits for rank 0, which never comes up, and needs no model."""

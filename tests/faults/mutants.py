@@ -19,6 +19,7 @@ from areal_hpc.buffer.chain import ChainName, ChainWriter, segment_name
 from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader, Found
 from areal_hpc.checkpoint import commit, files
+from areal_hpc.run_dir import RunDir
 
 Mutant = Callable[[], Any]
 
@@ -112,7 +113,7 @@ def _write_with_the_fence_first(*args: Any, still_leader: Callable[[], None], **
 
 
 def _write_in_place(
-    run: fs.RunDir, version: Any, save: Callable[[Path], None], state: Mapping[str, Any], **_: Any
+    run: RunDir, version: Any, save: Callable[[Path], None], state: Mapping[str, Any], **_: Any
 ) -> Path:
     """Everything durable and the manifest last, but under the final name from the beginning."""
     path = run.checkpoints / f"step-{version.step:08d}.e{version.epoch:08d}"

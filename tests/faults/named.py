@@ -22,7 +22,7 @@ from areal_hpc.buffer.chain import ChainName, ChainWriter
 from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.errors import CorruptRecord, Fenced
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import TrajectoryGroup
 
 Scenario = Callable[[], None]

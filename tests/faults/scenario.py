@@ -29,8 +29,9 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.patience import PASSING, naming
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, GroupRef, StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 

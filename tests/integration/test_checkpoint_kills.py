@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 from areal_hpc.checkpoint import newest, sweep
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 
 SAVER = """
 import sys
 from pathlib import Path
 from areal_hpc.checkpoint import Keep, newest, prune, sweep, write
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 run, epoch = RunDir(Path(sys.argv[1])), int(sys.argv[2])

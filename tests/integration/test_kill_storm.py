@@ -26,10 +26,11 @@ from storm import CONFIG, How, Phase
 from tiny_models import make_model
 
 from areal_hpc.cli import main
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.journal import Kind, entries
 from areal_hpc.report.ledger import read_evidence
 from areal_hpc.report.proof import surviving
+from areal_hpc.run_dir import RunDir
 
 KILLS = 44
 KILLS_OF_THE_WHOLE = 3

@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from areal_hpc.config.algorithm import AlgorithmConfig, DpoConfig, ProximalMethod
 from areal_hpc.config.schema import OptimizerConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.report.ledger import prove_run
 from areal_hpc.rollout.reward_pool import RewardPool
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.batching import plan_step
 from areal_hpc.training.credit import assess
 from areal_hpc.training.preference import PreferenceBackend, RewardModelBackend

@@ -22,11 +22,11 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from served import ADMIN, Served, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.fs import RunDir
 from areal_hpc.proxy.chronicle import Chronicle, Scribe, summary_of, turns_of
 from areal_hpc.proxy.page import Board, show
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.report.course import Course
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 from areal_hpc.types import Completion, GenerationRequest, StopReason
 

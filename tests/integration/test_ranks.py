@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 from areal_hpc.config.load import load
 from areal_hpc.errors import RoleDied
-from areal_hpc.fs import RunDir
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.training import join_ranks
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 from areal_hpc.training.ranks import Ranks
 from tests.ranks import TIMEOUT_S, run_ranks

@@ -22,8 +22,8 @@ from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig, Level, NormConfig
 from areal_hpc.config.schema import OptimizerConfig, TrainerConfig
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import RunDir
 from areal_hpc.report.inspect import show_step
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
 from areal_hpc.training.loop import Pace, TrainingLoop
 from areal_hpc.training.ranks import Ranks

@@ -14,8 +14,8 @@ from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.checkpoint import at_step, steps_of
 from areal_hpc.cli import main
-from areal_hpc.fs import RunDir
 from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.run_dir import RunDir
 from areal_hpc.watermark import Watermark
 
 pytestmark = pytest.mark.long

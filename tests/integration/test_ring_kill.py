@@ -13,7 +13,7 @@ from pathlib import Path
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 NUM_SLOTS, NUM_GROUPS, MAX_STALENESS, STEPS, KILLS, CHECKPOINT_STEPS = 2, 3, 1, 60, 12, 5
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import StopReason, Trajectory, TrajectoryGroup
 
 slot = int(sys.argv[3])

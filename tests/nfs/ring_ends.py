@@ -22,7 +22,8 @@ from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher, intact
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
-from areal_hpc.fs import RunDir, publish_json, read_if_listed
+from areal_hpc.fs import publish_json, read_if_listed
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 GROUPS_PER_STEP, MAX_STALENESS, CHECKPOINT_STEPS = 8, 2, 5

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from cluster import SlurmCluster, wait_for
 from launched import environment
 
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
 
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")

@@ -21,8 +21,9 @@ from runs import (
     wait_for_step,
 )
 
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from areal_hpc.buffer import archive
 from areal_hpc.buffer.archive import ArchiveFile, archived_steps, columns_of, read_refs, read_step, step_of
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, Baseline, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -14,7 +14,7 @@ from areal_hpc.buffer.archive import read_step
 from areal_hpc.buffer.archiver import MAX_BEHIND, Archiver
 from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, GroupRef, TrajectoryGroup, WeightVersion
 
 

@@ -20,10 +20,11 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, DataError, Fenced, RoleDied, Stalled
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.report import status_lines, why_lines
 from areal_hpc.roles import attempts, launcher
 from areal_hpc.roles.attempts import Attempts
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.fixture

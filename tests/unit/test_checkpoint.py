@@ -25,7 +25,7 @@ from areal_hpc.checkpoint import (
     write,
 )
 from areal_hpc.errors import CheckpointError, Fenced, RoleDied, WaitTimeout
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.checkpoint import Keep, newest, prune, retention, write
 from areal_hpc.checkpoint.retention import beside_the_newest
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 ONE = {1: None}

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from served import run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.fs import RunDir
 from areal_hpc.proxy.chronicle import Chronicle, Scribe, pieces, summary_of, turns_of
 from areal_hpc.proxy.page import Board, show
 from areal_hpc.report.course import Course
 from areal_hpc.roles.wiring.agents import Notes
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 
 

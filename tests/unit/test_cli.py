@@ -14,8 +14,9 @@ from areal_hpc.cli import main
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RoleDied, RunDirError, Stalled
-from areal_hpc.fs import RunDir, publish, publish_json
+from areal_hpc.fs import publish, publish_json
 from areal_hpc.roles import launcher
+from areal_hpc.run_dir import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")

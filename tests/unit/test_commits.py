@@ -19,8 +19,9 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import CheckpointConfig
 from areal_hpc.errors import Fenced, RoleDied, WaitTimeout
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles.commits import Commits
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark

@@ -14,8 +14,8 @@ from areal_hpc.cluster.devices import engine_devices, visible_devices
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir
 from areal_hpc.roles.wiring.launchers import make_launcher
+from areal_hpc.run_dir import RunDir
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 

@@ -11,12 +11,13 @@ import pytest
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles import seats
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.wiring import engines
 from areal_hpc.roles.wiring.engines import Roster, check_model_path, make_model
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"

@@ -21,7 +21,7 @@ from areal_hpc.buffer.epochs import (
     write_start,
 )
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

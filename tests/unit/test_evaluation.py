@@ -18,10 +18,11 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, ConfigError, DataError, RunDirError
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.report import report_run, status_lines
 from areal_hpc.roles.evaluation import evaluate, evaluation_config
 from areal_hpc.roles.supervisor import roles_of
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

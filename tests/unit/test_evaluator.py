@@ -20,13 +20,14 @@ from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, 
 from areal_hpc.config.schema import EvaluationConfig, RolloutConfig
 from areal_hpc.errors import ConfigError, GenerationError, RewardError
 from areal_hpc.exits import EXIT_STOPPED
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
 from areal_hpc.protocols import Episode, Workflow
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.evaluator import _answer_all, _result, due
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts
 from areal_hpc.rollout.episodes import EpisodeRunner
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GenerationRequest, Prompt, StopReason, Trajectory
 
 

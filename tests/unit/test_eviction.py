@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.fs import AttemptDir, RunDir
 from areal_hpc.roles import seats
 from areal_hpc.roles.eviction import Eviction
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 STOP_S = 20.0
 

@@ -17,9 +17,10 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
 from areal_hpc.errors import CheckpointError, DataError
-from areal_hpc.fs import RunDir, publish
+from areal_hpc.fs import publish
 from areal_hpc.roles import export as module
 from areal_hpc.roles.export import export, find
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.shards import SHARDS, Shard, join_shards, write_shards
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark

@@ -16,7 +16,8 @@ import pytest
 
 from areal_hpc import fs
 from areal_hpc.errors import RunDirError, WaitTimeout
-from areal_hpc.fs import RunDir, create_exclusive, publish, publish_json, read_if_listed, read_json, wait_for
+from areal_hpc.fs import create_exclusive, publish, publish_json, read_if_listed, read_json, wait_for
+from areal_hpc.run_dir import RunDir
 
 
 def mode_of(path: Path) -> int:

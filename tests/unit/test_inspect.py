@@ -18,9 +18,9 @@ from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.cli import main
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.report.inspect import show_step, step_table
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import StopReason, WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -25,11 +25,12 @@ from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
-from areal_hpc.fs import AttemptDir, RunDir, create_exclusive, publish, publish_json
+from areal_hpc.fs import create_exclusive, publish, publish_json
 from areal_hpc.roles import joining, seats
 from areal_hpc.roles.job import satellite_jobs
 from areal_hpc.roles.joining import Standing, device_blocks, join_run, require_joinable, standing_of
 from areal_hpc.roles.stopping import RESTARTING, RUNNING
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 ELSEWHERE = {"host": "n7", "pid": 1, "boot": "b", "start_ticks": 1}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Entry, Journal, Kind, Trained, entries, up_to_checkpoint
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, WeightVersion
 
 

@@ -17,10 +17,11 @@ from areal_hpc.config.keys import keys, with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RunDirError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles import launcher
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING
 from areal_hpc.roles.trainer import requested_step
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 

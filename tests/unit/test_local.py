@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc.cluster.local import KILL_RESERVE_S, Key, LocalLauncher, end_in_order
 from areal_hpc.config.load import load
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 

@@ -8,9 +8,10 @@ import pytest
 
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.report import logs
 from areal_hpc.report.logs import log_files, show_logs
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import BufferConfig, Config
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, make_private_directory, publish, publish_json, read_json
+from areal_hpc.fs import make_private_directory, publish, publish_json, read_json
 from areal_hpc.journal import Journal
 from areal_hpc.keys import make_key, read_key
 from areal_hpc.privacy import open_private
@@ -35,6 +35,7 @@ from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.joining import require_joinable
 from areal_hpc.roles.stopping import stop_run
 from areal_hpc.roles.wiring.online import standing_key
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 GROUP = "users"

@@ -15,10 +15,11 @@ import pytest
 
 from areal_hpc.config.load import load
 from areal_hpc.errors import ConfigError, WaitTimeout
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles import __main__ as entry
 from areal_hpc.roles import process as module
 from areal_hpc.roles.process import RoleProcess, StopRequested, _stop_when_due
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"

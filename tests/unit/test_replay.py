@@ -14,11 +14,11 @@ from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, CorruptRecord, DataError, RunDirError
-from areal_hpc.fs import RunDir
 from areal_hpc.protocols import RolloutReader
 from areal_hpc.roles.replay import replay_config, replay_run
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.roles.wiring.replay import check_replay, last_step
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from areal_hpc.cluster.owner import Owner
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.report import status_lines, write_report
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
 from areal_hpc.telemetry.records import to_line
 

@@ -17,11 +17,11 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.report import Breach, ledger_lines, prove_run
 from areal_hpc.report import ledger as ledger_module
 from areal_hpc.report.proof import Evidence, Proof, Violation
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 GROUPS, ROWS = 2, 4

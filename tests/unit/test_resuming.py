@@ -16,10 +16,11 @@ from areal_hpc.config.keys import with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import RunDirError, SubmissionError
-from areal_hpc.fs import RunDir, publish_json, read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.roles import job as roles_job
 from areal_hpc.roles import submission
 from areal_hpc.roles.resuming import resumption
+from areal_hpc.run_dir import RunDir
 
 
 class Slurm:

@@ -19,7 +19,7 @@ from areal_hpc.buffer.scan import GroupFetcher, intact
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import CorruptRecord, Fenced, RunDirError
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 CONFIG = BufferConfig(max_staleness=1, segment_mb=0.0001, commit_s=1e6)

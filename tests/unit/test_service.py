@@ -12,9 +12,9 @@ import pytest
 
 from areal_hpc.cli import main
 from areal_hpc.errors import ConfigError
-from areal_hpc.fs import RunDir
 from areal_hpc.prompts import PromptStream, open_dataset
 from areal_hpc.roles.service import serving_config, show_run
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 
 MINE = """

@@ -17,10 +17,11 @@ import pytest
 
 from areal_hpc.checkpoint import verify
 from areal_hpc.config.load import load
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.trainer import Member
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 from areal_hpc.training.ranks import Ranks
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.fs import AttemptDir, RunDir
 from areal_hpc.roles.stacks import Stacks, ask_all, ask_silent
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 HANGS = {
     "in a call that lets go of the interpreter": "time.sleep(3600)",

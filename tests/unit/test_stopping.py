@@ -17,8 +17,9 @@ import pytest
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.roles.stopping import Signals, stop_run
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.fixture

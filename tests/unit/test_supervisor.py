@@ -12,9 +12,9 @@ import pytest
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import AttemptFailed, Fenced, RoleDied
-from areal_hpc.fs import RunDir
 from areal_hpc.roles.attempts import IRREPLACEABLE
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
-from areal_hpc.fs import RunDir
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record, Trackers, TrackerSink, open_sinks
 from areal_hpc.telemetry.trackers import QUEUE_LENGTH, TensorBoardSink, WandbSink
 

@@ -16,11 +16,12 @@ from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.config.load import load
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
 from areal_hpc.journal import Journal
 from areal_hpc.roles import trainer
 from areal_hpc.roles.trainer import Member
 from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
 from areal_hpc.types import WeightVersion

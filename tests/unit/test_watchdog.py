@@ -19,9 +19,10 @@ import pytest
 from areal_hpc.cluster.owner import Owner, start_ticks
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
-from areal_hpc.fs import AttemptDir, RunDir, read_if_listed
+from areal_hpc.fs import read_if_listed
 from areal_hpc.roles import seats, stacks
 from areal_hpc.roles.watchdog import Watchdog
+from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.waits import ANYBODY
 
 LIMITS = LimitsConfig(quiet_s=24.0, engine_s=60.0, stall_s=100.0, start_s=300.0)

@@ -16,7 +16,7 @@ from areal_hpc.config.derived import engine_ranks, exported_model, takes_satelli
 from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError
-from areal_hpc.fs import RunDir, fsync_directory, read_if_listed
+from areal_hpc.fs import fsync_directory, read_if_listed
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Capacity, Router
@@ -25,6 +25,7 @@ from areal_hpc.roles import seats
 from areal_hpc.roles.export import export
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.routing import Routing
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import add_secret
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.buffer.epochs import lineage, read_start
-from areal_hpc.fs import RunDir, read_json
+from areal_hpc.fs import read_json
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
 

@@ -17,7 +17,8 @@ from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.cluster.steps import step_commands
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config, EngineName
-from areal_hpc.fs import RunDir, publish_json
+from areal_hpc.fs import publish_json
+from areal_hpc.run_dir import RunDir
 
 
 def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, int]) -> LocalLauncher | RemoteLauncher:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.fs import RunDir
 from areal_hpc.keys import make_key
 from areal_hpc.protocols import Generator, RolloutWriter
 from areal_hpc.proxy.app import Service, serve
@@ -19,6 +18,7 @@ from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.agents import make_board, make_dialect, make_notes, opener
 from areal_hpc.rollout.online import OnlineRunner, RunningBaseline
 from areal_hpc.rollout.runner import PromptStream
+from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import add_secret
 
 log = logging.getLogger(__name__)

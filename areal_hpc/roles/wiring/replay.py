@@ -10,11 +10,11 @@ from areal_hpc.buffer.epochs import StartRecord, history, write_start
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.config.schema import Config, ReplayConfig
 from areal_hpc.errors import DataError
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.fleet import NoEngines, Run
 from areal_hpc.roles.wiring.training import TrainerSide
+from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 

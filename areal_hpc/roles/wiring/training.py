@@ -20,13 +20,13 @@ from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
-from areal_hpc.fs import RunDir
 from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import Roster, dotted
 from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
+from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupAddress, WeightVersion
 from areal_hpc.waits import waiting
