@@ -57,7 +57,7 @@ def follow_directory(directory: Path) -> None:
     """Let others have the files in it as far as they have ``directory``: safetensors and we make private ones."""
     mode = stat.S_IMODE(directory.stat().st_mode) & 0o666
     for path in directory.rglob("*"):
-        if path.is_file():
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
             path.chmod(mode)
 
 

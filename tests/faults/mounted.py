@@ -81,6 +81,9 @@ class Mount:
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         self.volume.mkdir(path, mode)
 
+    def chmod(self, path: str, mode: int, *, follow_symlinks: bool = True) -> None:
+        self.volume.chmod(path, mode)
+
     def statvfs(self, _: str) -> os.statvfs_result:
         free = self.volume.free_bytes // STATVFS_BLOCK
         return os.statvfs_result((STATVFS_BLOCK, STATVFS_BLOCK, 1 << 30, free, free, 1 << 20, 1 << 20, 1 << 20, 0, 255))
@@ -127,6 +130,7 @@ def mounted(volume: Volume) -> Iterator[None]:
         **{name: by_path(name, getattr(mount, name)) for name in ("open", "stat", "listdir", "scandir", "mkdir")},
         "statvfs": by_path("statvfs", mount.statvfs),
         "lstat": by_path("lstat", volume.stat),
+        "chmod": by_path("chmod", mount.chmod),
         "rmdir": by_path("rmdir", volume.rmdir),
         "unlink": by_path("unlink", volume.unlink),
         "remove": by_path("remove", volume.unlink),

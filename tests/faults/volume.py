@@ -197,6 +197,15 @@ class Volume:
         fields = (kind | node.mode, inode, 1, self._links[inode], os.getuid(), os.getgid(), length, 0, 0, 0)
         return os.stat_result(fields, {"st_blksize": 4096})
 
+    def chmod(self, path: str, mode: int) -> None:
+        """Modes are no part of what a crash may leave: whoever needs one sets it again."""
+
+        def do() -> None:
+            inode = self.look_up(path)
+            self.inodes[inode] = replace(self.inodes[inode], mode=mode & 0o777)
+
+        self.call(Call("chmod", path), do)
+
     def mkdir(self, path: str, mode: int) -> None:
         def do() -> None:
             parent, name, inode = self._place(path)
