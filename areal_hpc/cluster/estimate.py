@@ -15,11 +15,12 @@ from typing import Any
 from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.derived import model_ranks
 from areal_hpc.config.lora import FEED_FORWARD
-from areal_hpc.config.schema import Config, Dtype, TrainerBackendName
+from areal_hpc.config.recipes import RECIPES
+from areal_hpc.config.schema import Config, Dtype, Recompute, TrainerBackendName
 
 GIB = 1 << 30
-LOGITS_TOKENS = 1024
-"""Tokens whose logits exist at a time in the trainer."""
+LOGITS_TOKENS, LOGITS_BYTES = 1024, 512 << 20
+"""Of logits that exist at a time: tokens in the reference trainer, bytes on a rank of Megatron's."""
 LOGITS_COPIES = 3
 """Logits, their softmax and its gradient, in float32."""
 PEAK_TFLOPS: Mapping[str, float] = {"v100": 125, "a100": 312, "h100": 989, "h200": 989, "gh200": 989, "b200": 2250}
@@ -36,6 +37,7 @@ class Size:
     active: int
     """Of a mixture of experts: those that one token passes; else all."""
     layers: int
+    hidden: int
     activation: int
     """Elements that backward needs of one token in one layer, without recomputation."""
     kv: int
@@ -75,6 +77,7 @@ def size_of(config: Mapping[str, Any]) -> Size | None:
         parameters=ends + layers * (attention + all_of),
         active=ends + layers * (attention + active_of),
         layers=layers,
+        hidden=hidden,
         activation=4 * hidden + 2 * queries + 2 * keys + 4 * inner,
         kv=2 * layers * keys,
         vocabulary=vocabulary,
@@ -95,7 +98,7 @@ def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int
 
 
 def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
-    """Of one trainer rank: weights, gradients and optimizer; and activations of one micro-batch."""
+    """Of one trainer rank: weights, gradients and optimizer, also of a critic; and activations of one micro-batch."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     rounded = width if width < 4 else 0  # the masters are float32, and in float32 they are the weights themselves
     state, lora = float(4 + 4 + 8 + rounded), config.model.lora
@@ -104,8 +107,23 @@ def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
         state = (4 + rounded) / ranks + 12 / config.trainer.ranks
     trained = lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
     frozen = size.parameters * width / model_ranks(config) if lora.rank or config.algorithm.kl.coef else 0.0
-    sequence = config.trainer.tokens_per_microbatch * size.activation * size.layers * width / model_ranks(config)
-    return trained * state + frozen, sequence + LOGITS_COPIES * 4 * LOGITS_TOKENS * size.vocabulary
+    critic = size.parameters * state if RECIPES[config.algorithm.name].critic else 0.0
+    return trained * state + frozen + critic, _activation_bytes(config, size, width) + _logits_bytes(config, size)
+
+
+def _activation_bytes(config: Config, size: Size, width: int) -> float:
+    """Kept of one micro-batch for its backward pass; where layers are computed again, their inputs and one layer's."""
+    kept = size.activation * size.layers
+    if config.trainer.recompute is Recompute.LAYERS:
+        kept = size.hidden * size.layers + size.activation
+    return config.trainer.tokens_per_microbatch * kept * width / model_ranks(config)
+
+
+def _logits_bytes(config: Config, size: Size) -> float:
+    if config.trainer.backend is TrainerBackendName.MEGATRON:
+        words = size.vocabulary / config.trainer.parallel.tensor
+        return LOGITS_COPIES * min(LOGITS_BYTES, 4 * config.trainer.tokens_per_microbatch * words)
+    return LOGITS_COPIES * 4.0 * LOGITS_TOKENS * size.vocabulary
 
 
 def engine_bytes(config: Config, size: Size) -> tuple[float, float]:

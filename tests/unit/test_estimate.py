@@ -102,6 +102,21 @@ def test_memory_by_hand() -> None:
     assert engine_bytes(engine, size) == (2 * size.parameters, 10 * 1000 * 2 * size.kv)
 
 
+def test_a_critic_is_a_second_model_and_recomputed_layers_keep_their_inputs_alone() -> None:
+    size = size_of({**QWEN3_0_6B})
+    assert size is not None
+    ppo = config_of("algorithm.name=ppo", "rollout.group_size=1")
+    assert trainer_bytes(ppo, size)[0] == 2 * trainer_bytes(config_of(), size)[0]
+    megatron = ("trainer.backend=megatron", "trainer.tokens_per_microbatch=2048")
+    logits = 3 * (512 << 20)  # of 2,048 tokens they would be more than twice as much
+    kept = trainer_bytes(config_of(*megatron), size)[1] - logits
+    assert kept == 2048 * size.activation * 28 * 4
+    again = trainer_bytes(config_of(*megatron, "trainer.recompute=layers"), size)[1] - logits
+    assert again == 2048 * (1024 * 28 + size.activation) * 4
+    split = trainer_bytes(config_of(*megatron, "trainer.ranks=8", "trainer.parallel.tensor=8"), size)[1]
+    assert split == kept / 8 + 3 * 4 * 2048 * 151936 / 8
+
+
 def test_the_measured_activations_of_a_forward_are_near_the_estimate() -> None:
     """What autograd keeps for backward, in bytes, as torch itself reports it."""
     written = {**SMALL, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 8}
