@@ -22,6 +22,11 @@ def check_routing(config: Config) -> Iterator[str]:
             f"model.routing_replay: {generation} does not tell which experts computed a token; set it to false, or "
             "generation.backend=sglang"
         )
+    elif config.generation.pipeline_parallel > 1:
+        yield (
+            "generation.pipeline_parallel: one stage of an engine does not tell which experts the layers of another "
+            "chose; set it to 1, or model.routing_replay to false"
+        )
     if trainer is not TrainerBackendName.MEGATRON:
         yield (
             f"model.routing_replay: {trainer} cannot choose experts by a record; set it to false, or "

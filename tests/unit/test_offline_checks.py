@@ -86,6 +86,11 @@ def test_deterministic_training_needs_no_engine_that_is() -> None:
     assert resolve(resolved, set(keys())) == resolved
 
 
+def test_there_is_no_routing_to_replay() -> None:
+    with pytest.raises(ConfigError, match=r"model\.routing_replay: algorithm\.name dpo .*, which no engine computed"):
+        resolve(with_value(config("dpo"), "model.routing_replay", True))
+
+
 def test_which_model_is_the_reference() -> None:
     assert reference_of(AlgorithmConfig()) is None
     assert reference_of(AlgorithmConfig(name="sft")) is None

@@ -181,6 +181,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"model__routing_replay": True, "generation__backend": EngineName.SGLANG},
         "model.routing_replay: reference cannot choose experts by a record; set it to false, or trainer.backend=",
     ),
+    "check_routing, stages": (
+        {
+            "model__routing_replay": True,
+            "trainer__backend": TrainerBackendName.MEGATRON,
+            "generation__backend": EngineName.SGLANG,
+            "generation__pipeline_parallel": 2,
+        },
+        "generation.pipeline_parallel: one stage of an engine does not tell which experts the layers of another chose",
+    ),
     "check_lora": ({"model__lora__alpha": 8.0}, "model.lora: does nothing with model.lora.rank = 0"),
     "check_lora, nothing": (
         {"model__lora__rank": 8, "model__lora__target_modules": ()},

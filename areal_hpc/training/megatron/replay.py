@@ -25,9 +25,8 @@ class RecordedChoice:
     """Stands where Megatron's router looks for its own ``RouterReplay``, which wants a record of every token."""
 
     def __init__(self) -> None:
-        self.experts: Tensor | None = (
-            None  # [tokens of this rank, K], -1 where the router is to choose; None: everywhere
-        )
+        self.experts: Tensor | None = None
+        """[tokens of this rank, K], -1 where the router is to choose by itself; None: everywhere."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
