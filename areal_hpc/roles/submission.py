@@ -84,20 +84,19 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     config = anchored(config, Path.cwd())
     run = RunDir.create(Path(config.run_root) / config.name, config.run_group)
     room = make_private_directory(run.slurm)
+    this = _next_submission(run)  # before Slurm is asked: a submission that comes to its end meanwhile has this number
     before = refuse_queued(run, takeover="--takeover" in options)
     if "--takeover" not in options and works_outside(run):
         refuse_living_owner(run, newest_epoch(run))
     if "--resume" in options and ended_with(run, before):
         options = (*options, "--takeover")
-    this, newest = _next_submission(run), newest_epoch(run)
-    record = this.path
+    python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
+    job = job_of(config, log=str(batch_log(run, "%j")), directory=Path.cwd(), room=str(room))
+    record, newest = this.path, newest_epoch(run)
     if not create_exclusive(record, b"{}"):
         raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
-    publish(this.config, dump(config).encode())
-    log = batch_log(run, "%j")
-    python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
-    job = job_of(config, log=str(log), directory=Path.cwd(), room=str(room))
     try:
+        publish(this.config, dump(config).encode())
         with umask_of(config.run_group):  # of submitit's files, and of the job's output
             job_id = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
     except BaseException:

@@ -134,6 +134,38 @@ def test_two_at_the_same_moment_make_one_job(slurm: Slurm, tmp_path: Path, monke
     assert len(slurm.jobs) == 1
 
 
+def test_one_that_comes_to_its_end_while_another_asks_slurm_makes_the_only_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+
+    def slow(*_: Any, **__: Any) -> None:  # has looked before there was a job, and is not heard until there is one
+        monkeypatch.setattr(submission, "refuse_queued", lambda *_, **__: None)
+        submission.submit_run(config, print)
+
+    monkeypatch.setattr(submission, "refuse_queued", slow)
+    with pytest.raises(RunDirError, match="is being submitted by another process"):
+        submission.submit_run(config, print)
+    assert len(slurm.jobs) == 1
+
+
+def test_what_a_plain_job_cannot_be_or_the_disk_cannot_hold_leaves_no_submission_behind(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uneven = ("cluster.shape=split", "cluster.trainer.mem=10G", "cluster.generation.mem=20G")
+    with pytest.raises(ConfigError, match=r"cluster\.generation\.mem cannot differ"):
+        submission.submit_run(config_of(tmp_path, *uneven), print)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submission, "publish", full)
+        with pytest.raises(OSError, match="No space left"):
+            submission.submit_run(config_of(tmp_path), print)
+    assert submission.submit_run(config_of(tmp_path), print).job_id == "1"
+
+
 def test_what_slurm_refuses_can_be_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
     config, slurm.refuses = config_of(tmp_path), "Invalid account"
     with pytest.raises(SubmissionError, match="Invalid account"):
