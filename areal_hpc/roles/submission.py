@@ -134,7 +134,8 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
     command = join_command(config, python, shlex.join([str(run.root), *past]))
     publish(script, render_satellite(job, command).encode())
     try:
-        return submit_script(script, array_options(config, job_id))
+        with umask_of(config.run_group):  # of their output
+            return submit_script(script, array_options(config, job_id))
     except SubmissionError:
         cancel(job_id)
         raise
