@@ -45,6 +45,7 @@ from areal_hpc.roles.job import (
     submitted_satellites,
     works_outside,
 )
+from areal_hpc.roles.launcher import check_resume
 from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.run_dir import RunDir
@@ -74,8 +75,8 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
 
     Raises:
         ConfigError: the shape needs no Slurm, the processes do not fit on the nodes, or this site starts no such job.
-        RunDirError: a job of this run is in the queue already, it is at work on some machine, or somebody submits it at
-            the same moment.
+        RunDirError: a job of this run is in the queue already, it is at work on some machine, somebody submits it at
+            the same moment, or the job would refuse to go on with it.
         SubmissionError: Slurm refused; says why.
     """
     require_slurm(config)
@@ -90,6 +91,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         refuse_living_owner(run, newest_epoch(run))
     if "--resume" in options and ended_with(run, before):
         options = (*options, "--takeover")
+    check_resume(run, newest_epoch(run), config, "--resume" in options)  # the job would, after days in the queue
     python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
     job = job_of(config, log=str(batch_log(run, "%j")), directory=Path.cwd(), room=str(room))
     record, newest = this.path, newest_epoch(run)
