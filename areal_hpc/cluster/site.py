@@ -7,6 +7,7 @@ own job is in the queue already, and in words that do not tell how many would do
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -20,6 +21,10 @@ from areal_hpc.errors import ConfigError
 BACKFILL = "sched/backfill"
 DEFAULT = "*"
 """What sinfo puts behind the name of the partition that is taken where none is named."""
+ELSEWHERE = ("--partition", "-p", "--clusters", "-M")
+"""Options of sbatch that, given as they are, take a component to other nodes."""
+WINS = "SBATCH_PARTITION"
+"""In the environment this is stronger than what a batch script says (sbatch(1))."""
 Partitions = Mapping[str, Collection[str]]
 """Partition to the names of its nodes; the default one also under ``DEFAULT``."""
 
@@ -48,7 +53,9 @@ def settings(said: str) -> dict[str, str]:
 
 
 def partitions() -> Partitions:
-    """The site's partitions and their nodes; empty if Slurm does not say."""
+    """The site's partitions and their nodes; empty if Slurm does not say, or what the script says does not count."""
+    if os.environ.get(WINS):
+        return {}
     found: dict[str, set[str]] = {}
     for line in ask(["sinfo", "--noheader", "--Node", "--format", "%P|%N"]).stdout.split():
         partition, _, node = line.partition("|")
@@ -62,14 +69,15 @@ def het_problem(config: Config, facts: Mapping[str, str], there: Partitions) -> 
 
     Args:
         facts: the site's settings.
-        there: its nodes; a partition that is not among them is not judged.
+        there: its nodes; a partition that is not among them is not judged, nor one that is said in other ways.
     """
     scheduler = facts.get("SchedulerType", BACKFILL)
     if scheduler != BACKFILL:
         return f"this site has no heterogeneous jobs (SchedulerType {scheduler}); set cluster.shape=split"
     requests = [component.request for component in components_of(config)]
     named = [name for request in requests for name in (request.partition or DEFAULT).split(",")]
-    if any(name not in there for name in named):
+    elsewhere = any(word.startswith(ELSEWHERE) for request in requests for word in request.raw)
+    if elsewhere or any(name not in there for name in named):
         return ""
     nodes = {node for name in named for node in there[name]}
     needed = sum(request.nodes for request in requests)

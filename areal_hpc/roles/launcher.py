@@ -63,6 +63,7 @@ CHANGEABLE = (
     "rollout.reward_timeout_s",
     "rollout.reward_workers",
     "rollout.timeout_s",
+    "run_group",
     "run_root",
     "telemetry.",
     "trainer.backend",
@@ -104,7 +105,7 @@ def run_local(
     newest = newest_epoch(run)
     if not takeover and not ended_with(run, _refuse_job(config, run)):
         refuse_living_owner(run, newest)
-    _check_resume(run, newest, config, resume)
+    check_resume(run, newest, config, resume)
     if resume_from is not None:
         _check_step(run, newest, resume_from)
     examine(run.root, config.buffer.min_free_mb)
@@ -158,8 +159,12 @@ def _report_failed(run: RunDir) -> None:
         log.warning("there is no report: %s", error)
 
 
-def _check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None:
-    """Refuse to go on with another experiment under the same name. A start that got nowhere is no experiment."""
+def check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None:
+    """Refuse to go on with another experiment under the same name. A start that got nowhere is no experiment.
+
+    Raises:
+        RunDirError: there is one, and ``resume`` is false or something is different that may not be; names the keys.
+    """
     if not any(read_start(run, epoch) for epoch in range(1, newest + 1)):
         return
     if not resume:

@@ -45,6 +45,7 @@ from areal_hpc.roles.job import (
     submitted_satellites,
     works_outside,
 )
+from areal_hpc.roles.launcher import check_resume
 from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.run_dir import RunDir
@@ -74,8 +75,8 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
 
     Raises:
         ConfigError: the shape needs no Slurm, the processes do not fit on the nodes, or this site starts no such job.
-        RunDirError: a job of this run is in the queue already, it is at work on some machine, or somebody submits it at
-            the same moment.
+        RunDirError: a job of this run is in the queue already, it is at work on some machine, somebody submits it at
+            the same moment, or the job would refuse to go on with it.
         SubmissionError: Slurm refused; says why.
     """
     require_slurm(config)
@@ -84,20 +85,20 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     config = anchored(config, Path.cwd())
     run = RunDir.create(Path(config.run_root) / config.name, config.run_group)
     room = make_private_directory(run.slurm)
+    this = _next_submission(run)  # before Slurm is asked: a submission that comes to its end meanwhile has this number
     before = refuse_queued(run, takeover="--takeover" in options)
     if "--takeover" not in options and works_outside(run):
         refuse_living_owner(run, newest_epoch(run))
     if "--resume" in options and ended_with(run, before):
         options = (*options, "--takeover")
-    this, newest = _next_submission(run), newest_epoch(run)
-    record = this.path
+    check_resume(run, newest_epoch(run), config, "--resume" in options)  # the job would, after days in the queue
+    python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
+    job = job_of(config, log=str(batch_log(run, "%j")), directory=Path.cwd(), room=str(room))
+    record, newest = this.path, newest_epoch(run)
     if not create_exclusive(record, b"{}"):
         raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
-    publish(this.config, dump(config).encode())
-    log = batch_log(run, "%j")
-    python = shlex.join([*shlex.split(config.cluster.prefix), python_of_launcher(config.cluster)])
-    job = job_of(config, log=str(log), directory=Path.cwd(), room=str(room))
     try:
+        publish(this.config, dump(config).encode())
         with umask_of(config.run_group):  # of submitit's files, and of the job's output
             job_id = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
     except BaseException:
@@ -135,7 +136,8 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
     command = join_command(config, python, shlex.join([str(run.root), *past]))
     publish(script, render_satellite(job, command).encode())
     try:
-        return submit_script(script, array_options(config, job_id))
+        with umask_of(config.run_group):  # of their output
+            return submit_script(script, array_options(config, job_id))
     except SubmissionError:
         cancel(job_id)
         raise

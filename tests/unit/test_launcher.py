@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
+import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,18 @@ def test_what_teaches_nothing_may_change(config: Config, run: RunDir) -> None:
     other = changed(config, *trainer, "generation.replicas=2", "limits.stop_s=5", "weights.transport=disk")
     assert start(other, resume=True) == 0
     assert load([run.config]) == other
+
+
+def test_a_run_may_be_given_to_a_group_later_by_the_command_that_is_told(config: Config, run: RunDir) -> None:
+    start(config)
+    begin(run)
+    shared = changed(config, f"run_group={grp.getgrgid(os.getegid()).gr_name}")
+    with pytest.raises(RunDirError, match="is not the group's; run `") as refusal:
+        start(shared, resume=True)
+    subprocess.run(str(refusal.value).split("`")[1], shell=True, check=True)
+    assert start(shared, resume=True) == 0
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.root, run.attempt(2).state, run.token)]
+    assert modes == [0o2770, 0o660, 0o600]
 
 
 def test_C18_going_back_to_a_step_says_what_it_takes_back_and_tells_the_trainer(

@@ -12,6 +12,7 @@ from started import QUICKSTART, begin, config_in, end_at_once, start, state_of
 
 from areal_hpc.cli import main
 from areal_hpc.cluster.jobs import Queued
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
@@ -123,9 +124,23 @@ def test_what_was_submitted_last_counts_until_an_attempt_has_followed(slurm: Slu
     assert start(config) == 0  # an attempt with other words
     begin(run)
     assert resumption(run, ["trainer.total_steps=90"]).config.cluster.shape == "local"
-    submitted(desk, "trainer.total_steps=80")
+    config = with_value(with_value(config, "cluster.shape", Shape.HET), "trainer.total_steps", 80)
+    submission.submit_run(config, print, ["--resume"])
     assert resumption(run, []).config.trainer.total_steps == 80
     assert read_json(run.slurm / "submission-0002.json")["after"] == 1
+
+
+def test_what_the_job_would_refuse_is_not_queued(slurm: Slurm, desk: Path) -> None:
+    run = submitted(desk)
+    assert start(resumption(run, ["cluster.shape=local"]).config) == 0
+    begin(run)
+    with pytest.raises(RunDirError, match="already holds a run; continue it with --resume, or set another `name`"):
+        submitted(desk)
+    other = resumption(run, ["cluster.shape=het", "trainer.total_steps=99", "seed=9"]).config
+    with pytest.raises(RunDirError, match=r"config.yaml: seed \(was 1\) would change within one run"):
+        submission.submit_run(other, print, ["--resume"])
+    submission.submit_run(with_value(other, "seed", 1), print, ["--resume"])
+    assert len(slurm.arguments) == 2, "and none of those that were refused"
 
 
 def test_an_attempt_whose_job_is_over_is_taken_over_without_asking_and_another_is_not(slurm: Slurm, desk: Path) -> None:

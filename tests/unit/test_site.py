@@ -39,9 +39,11 @@ def config_of(*words: str) -> Config:
         (("cluster.generation.partition='gpu,new'",), BACKFILL, {"*": {"a"}, "gpu": {"a"}, "new": {"b"}}, ""),
         (("cluster.all.partition=gpu",), BACKFILL, {"*": {"a"}, "gpu": {"a"}}, "there are 1"),
         (("cluster.all.partition=hidden",), BACKFILL, {"*": {"a"}}, ""),
+        (("cluster.all.raw=['--partition=gpu']",), BACKFILL, {"*": {"a"}}, ""),
+        (("cluster.generation.raw=['-Mother']",), BACKFILL, {"*": {"a"}}, ""),
         ((), {}, {}, ""),
     ],
-    ids=["none", "one node", "three parts", "two partitions", "another partition", "unknown", "silence"],
+    ids=["none", "one", "three parts", "two partitions", "another", "unknown", "raw", "cluster", "silence"],
 )
 def test_a_heterogeneous_job_that_can_never_start_is_known(
     words: tuple[str, ...], facts: dict[str, str], there: dict[str, set[str]], says: str
@@ -85,6 +87,13 @@ def test_on_one_node_the_default_is_refused_with_what_works_and_that_works(one_n
     assert [placed[name, 0].devices for name in ("trainer", "generator", "rollout")] == [(0,), (1,), ()]
     text = render(job_of(shared, log="%j.log"), "true")
     assert ("--nodes=1\n" in text, "hetjob" in text) == (True, False)
+
+
+def test_a_partition_of_the_environment_which_is_stronger_than_the_script_is_not_judged(
+    one_node: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "large")
+    require_startable(config_of())
 
 
 def test_without_slurm_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import grp
 import json
 import os
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ from areal_hpc.run_dir import RunDir
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
 
+def umask() -> int:
+    """This process's, which sbatch hands on: Slurm makes the file of a job's output by it."""
+    os.umask(found := os.umask(0))
+    return found
+
+
 class Slurm:
     """Takes jobs and knows which are in its queue."""
 
@@ -36,10 +43,12 @@ class Slurm:
         self.arrays: list[tuple[str, list[str]]] = []
         self.tasks: dict[str, int] = {}
         self.cancelled: list[str] = []
+        self.umasks: list[int] = []
 
     def submit(self, job: Job, launch: Any, folder: Path, *, python: str) -> str:
         if self.refuses:
             raise SubmissionError(self.refuses)
+        self.umasks.append(umask())
         self.jobs.append((job, launch, python))
         job_id = str(len(self.jobs))
         self.states[job_id] = "PENDING"
@@ -49,6 +58,7 @@ class Slurm:
     def submit_script(self, script: Path, options: Sequence[str]) -> str:
         if self.refuses_satellites:
             raise SubmissionError(self.refuses_satellites)
+        self.umasks.append(umask())
         self.arrays.append((script.read_text(encoding="utf-8"), list(options)))
         return f"7{len(self.arrays)}"
 
@@ -134,6 +144,38 @@ def test_two_at_the_same_moment_make_one_job(slurm: Slurm, tmp_path: Path, monke
     assert len(slurm.jobs) == 1
 
 
+def test_one_that_comes_to_its_end_while_another_asks_slurm_makes_the_only_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+
+    def slow(*_: Any, **__: Any) -> None:  # has looked before there was a job, and is not heard until there is one
+        monkeypatch.setattr(submission, "refuse_queued", lambda *_, **__: None)
+        submission.submit_run(config, print)
+
+    monkeypatch.setattr(submission, "refuse_queued", slow)
+    with pytest.raises(RunDirError, match="is being submitted by another process"):
+        submission.submit_run(config, print)
+    assert len(slurm.jobs) == 1
+
+
+def test_what_a_plain_job_cannot_be_or_the_disk_cannot_hold_leaves_no_submission_behind(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uneven = ("cluster.shape=split", "cluster.trainer.mem=10G", "cluster.generation.mem=20G")
+    with pytest.raises(ConfigError, match=r"cluster\.generation\.mem cannot differ"):
+        submission.submit_run(config_of(tmp_path, *uneven), print)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submission, "publish", full)
+        with pytest.raises(OSError, match="No space left"):
+            submission.submit_run(config_of(tmp_path), print)
+    assert submission.submit_run(config_of(tmp_path), print).job_id == "1"
+
+
 def test_what_slurm_refuses_can_be_submitted_again(slurm: Slurm, tmp_path: Path) -> None:
     config, slurm.refuses = config_of(tmp_path), "Invalid account"
     with pytest.raises(SubmissionError, match="Invalid account"):
@@ -184,6 +226,15 @@ def test_satellites_are_submitted_along_with_the_run_and_join_the_attempts_that_
     assert made.lines()[:2] == ["job 1", "satellites 71"]
     assert f">{tmp_path}/quickstart/slurm/satellites/task-" not in script, "Slurm requeues"
     assert roles_job.satellites_of(made.run) == ["71"]
+
+
+def test_the_output_of_all_jobs_of_a_run_is_as_private_as_the_run(slurm: Slurm, tmp_path: Path) -> None:
+    before = umask()
+    submission.submit_run(config_of(tmp_path, *SATELLITES), print)
+    group = grp.getgrgid(os.getegid()).gr_name
+    submission.submit_run(config_of(tmp_path, *SATELLITES, "name=second", f"run_group={group}"), print)
+    assert slurm.umasks == [0o077, 0o077, 0o007, 0o007]
+    assert umask() == before
 
 
 def test_a_job_whose_satellites_could_not_be_written_down_stays_on_record(
