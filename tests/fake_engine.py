@@ -146,6 +146,8 @@ class FakeEngine:
         }
         if self.spans:
             meta["weight_versions"] = spans
+        if run.body.get("return_sampling_mask"):
+            meta["output_token_sampling_logprobs"] = [-token / 512 for token in run.tokens]
         return {"text": "x" * len(run.tokens), "output_ids": run.tokens, "meta_info": meta}
 
     async def pause(self, request: web.Request) -> web.Response:

@@ -19,6 +19,8 @@ from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason,
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 LONGEST_REASON = 300
+SAMPLED_FROM = "output_token_sampling_logprobs"
+"""Where SGLang puts log-probs within the part of the distribution that it samples from."""
 NARROWED_TOP_K = 2048
 """Most tokens from which SGLang samples where its log-probs are to be those of a part of the distribution: half of what
 it then tells of at most (``sampling_mask_max_tokens``), since equally likely tokens at the edge are all told."""
@@ -138,7 +140,9 @@ def version_number(label: Any, default: int) -> int:
         raise BadAnswer(f"its weight version is {label!r}, where a step number was expected") from error
 
 
-def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place: bool, num_top: int = 0) -> Answer:
+def parse_answer(
+    body: Any, *, budget: int, pinned: int, initial: int, in_place: bool, num_top: int = 0, narrowed: bool = False
+) -> Answer:
     """One answer of ``/generate``, checked.
 
     Args:
@@ -147,6 +151,7 @@ def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place:
         initial: version that the label "default" stands for.
         in_place: updates freeze running requests, so that one answer may span versions; else they interrupt them.
         num_top: how many of the likeliest tokens were asked for at each place.
+        narrowed: log-probs within the part of the distribution that is sampled from were asked for.
 
     Raises:
         Refusal: it is none, but what is wrong with the request.
@@ -157,6 +162,8 @@ def parse_answer(body: Any, *, budget: int, pinned: int, initial: int, in_place:
             raise Refusal(reason_of(body))
         if _is_given_up(body):
             raise _given_up(body["meta_info"]["finish_reason"])
+        if narrowed and body.get("output_ids") and body["meta_info"].get(SAMPLED_FROM) is None:
+            raise BadAnswer("it tells log-probs of the whole distribution, where those of a part of it were asked for")
         return replace(_parsed(body, budget, pinned, initial, in_place), top_logprobs=_tops(body, num_top))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
@@ -170,7 +177,7 @@ def reason_of(refusal: Any) -> str:
 
 def _parsed(body: Any, budget: int, pinned: int, initial: int, in_place: bool) -> Answer:
     meta = body["meta_info"]
-    narrowed = meta.get("output_token_sampling_logprobs")
+    narrowed = meta.get(SAMPLED_FROM)
     token_ids, logprobs = _tokens(body.get("output_ids"), meta.get("output_token_logprobs"), narrowed)
     if len(token_ids) > budget:
         raise BadAnswer(f"it sampled {len(token_ids)} tokens where {budget} were asked for")

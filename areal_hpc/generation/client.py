@@ -252,6 +252,7 @@ class EngineClient:
             initial=self._initial,
             in_place=capabilities.spans,
             num_top=request.num_top,
+            narrowed="return_sampling_mask" in body,
         )
         if self._routing is not None:
             parsed = replace(parsed, experts=told_experts(answer, body, len(parsed.token_ids), self._routing))

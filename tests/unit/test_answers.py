@@ -181,6 +181,14 @@ def test_E2_log_probs_of_the_narrowed_distribution_go_before_those_of_the_whole_
         parse(body(output_token_sampling_logprobs=[-0.1, -0.2]))
 
 
+@pytest.mark.parametrize("told", [{}, {"output_token_sampling_logprobs": None}])
+def test_E2_an_answer_that_lacks_the_log_probs_of_the_narrowed_distribution_is_none(told: dict[str, Any]) -> None:
+    with pytest.raises(BadAnswer, match="log-probs of the whole distribution, where those of a part"):
+        parse_answer(body(**told), budget=8, pinned=4, initial=0, in_place=True, narrowed=True)
+    ended = body(0, finish_reason={"type": "abort", "message": "paused"}, weight_versions=[], **told)
+    assert parse_answer(ended, budget=8, pinned=4, initial=0, in_place=True, narrowed=True).logprobs == ()
+
+
 def test_F2_prompt_10_limit_8_abort_after_5_asks_for_3_more() -> None:
     request = GenerationRequest(
         request_id="r", token_ids=tuple(range(10)), sampling=Sampling(max_new_tokens=8), session=""

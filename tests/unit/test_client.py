@@ -100,8 +100,16 @@ def test_E2_a_narrowed_request_says_so_and_an_engine_that_cannot_tell_its_log_pr
             drive(engine, lambda client: client.generate(narrowed))
         assert engine.bodies("/generate") == []
         return
-    drive(engine, lambda client: client.generate(narrowed))
+    completion = drive(engine, lambda client: client.generate(narrowed))
     assert [body["return_sampling_mask"] for body in engine.bodies("/generate")] == [True]
+    assert completion.logprobs.tolist() == [-token / 512 for token in completion.token_ids.tolist()]
+
+    def forget(answer: dict[str, Any]) -> dict[str, Any]:
+        del answer["meta_info"]["output_token_sampling_logprobs"]
+        return answer
+
+    with pytest.raises(GenerationError, match="of the whole distribution"):
+        drive(FakeEngine(info={"version": version}, spoil=forget), lambda client: client.generate(narrowed))
 
 
 def test_F14_a_request_that_was_sent_is_never_sent_again() -> None:

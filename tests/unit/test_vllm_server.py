@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import fake_vllm
 import pytest
 import torch
+from aiohttp import ClientSession
 from tiny_models import make_model
 
 from areal_hpc.accelerator import CPU, CUDA
@@ -402,6 +403,28 @@ def test_a_worker_that_fails_half_way_quarantines_the_engine(
         assert any("no route to host" in message for status, message in answers if status == 400)
         with pytest.raises(GenerationError, match="quarantined"):
             await client.generate(asked(3))
+
+    drive(scenario)
+
+
+def test_a_request_whose_body_was_on_its_way_when_the_engine_was_quarantined_is_not_served(drive: Drive) -> None:
+    body = json.dumps({"input_ids": list(PROMPT), "return_logprob": True}).encode()
+
+    async def scenario(client: EngineClient, engine: Any) -> None:
+        arrived = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:9]
+            await arrived.wait()
+            yield body[9:]
+
+        async with ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http:
+            asking = asyncio.create_task(http.post(f"{client._http.url}/generate", data=slowly()))
+            await client.probe()  # the server has begun to read by then
+            engine.quarantined = "an update of its weights failed half-way"
+            arrived.set()
+            assert (await asking).status == 503
+        assert engine.llm.asked == []
 
     drive(scenario)
 

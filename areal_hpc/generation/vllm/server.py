@@ -59,9 +59,9 @@ class EngineRoutes:
     # -- generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if self._engine.quarantined:
-            return refusal(f"the engine is quarantined: {self._engine.quarantined}", 503)
         asked = parse_generate(await read_body(request), None)
+        if self._engine.quarantined:  # looked at when the body is there: nothing is waited for from here on
+            return refusal(f"the engine is quarantined: {self._engine.quarantined}", 503)
         if not asked.single:
             raise DataError("one prompt a request, please")
         if asked.logprob_start is not None:
