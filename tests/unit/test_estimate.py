@@ -105,7 +105,7 @@ def test_memory_by_hand() -> None:
 def test_a_critic_is_a_second_model_and_recomputed_layers_keep_their_inputs_alone() -> None:
     size = size_of({**QWEN3_0_6B})
     assert size is not None
-    ppo = config_of("algorithm.name=ppo", "rollout.group_size=1")
+    ppo = config_of("algorithm.name=ppo")
     assert trainer_bytes(ppo, size)[0] == 2 * trainer_bytes(config_of(), size)[0]
     megatron = ("trainer.backend=megatron", "trainer.tokens_per_microbatch=2048")
     logits = 3 * (512 << 20)  # of 2,048 tokens they would be more than twice as much

@@ -23,6 +23,7 @@ def test_a_file_without_a_key_is_refused_by_name(tmp_path: Path, held: bytes) ->
     """As a crash can leave it where there are no hard links: an empty key would let in whoever brings none."""
     path = tmp_path / "token"
     path.write_bytes(held)
+    path.chmod(0o600)
     for ask in (read_key, make_key, standing_key):
         with pytest.raises(RunDirError, match=f"{path} holds no key; remove it"):
             ask(path)
