@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
+
+from areal_hpc.fs import read_json
+from areal_hpc.report import prove_run
+from areal_hpc.run_dir import RunDir
 from runs import (
     LONG,
     LONGEST_S,
@@ -20,10 +24,6 @@ from runs import (
     typed,
     wait_for_step,
 )
-
-from areal_hpc.fs import read_json
-from areal_hpc.report import prove_run
-from areal_hpc.run_dir import RunDir
 
 
 @pytest.mark.long
