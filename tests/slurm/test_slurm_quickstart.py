@@ -12,11 +12,11 @@ import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY
 from quickstart_model import quickstart_model
+from slurm_runs import LONGEST_S, OVER, PATHS, areal, submit, wait_for_step
 
 from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
 from areal_hpc.run_dir import RunDir
-from runs import LONGEST_S, OVER, PATHS, areal, submit, wait_for_step
 
 STEPS = 24
 QUICKSTART = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
+from slurm_runs import OVER, areal, status, submit, typed
 
 from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
@@ -19,7 +20,6 @@ from areal_hpc.roles import seats
 from areal_hpc.roles.job import jobs_of, satellites_dir, satellites_of
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
-from runs import OVER, areal, status, submit, typed
 
 STEPS = 60
 ROUNDS = 10

@@ -13,12 +13,23 @@ import pytest
 import yaml
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
+from slurm_runs import (
+    LONG,
+    LONGEST_S,
+    OVER,
+    PATHS,
+    STEPS,
+    areal,
+    assert_proven_in_two_attempts,
+    submit,
+    typed,
+    wait_for_step,
+)
 from tiny_models import make_model
 
 from areal_hpc.fs import read_json
 from areal_hpc.roles.job import jobs_of
 from areal_hpc.run_dir import RunDir
-from runs import LONG, LONGEST_S, OVER, PATHS, STEPS, areal, assert_proven_in_two_attempts, submit, typed, wait_for_step
 
 SHORT = ("trainer.total_steps=3", "cluster.all.cpus=4")
 STRICT = (

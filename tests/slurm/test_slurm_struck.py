@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
-
-from areal_hpc.fs import read_json
-from areal_hpc.report import prove_run
-from areal_hpc.run_dir import RunDir
-from runs import (
+from slurm_runs import (
     LONG,
     LONGEST_S,
     OVER,
@@ -24,6 +20,10 @@ from runs import (
     typed,
     wait_for_step,
 )
+
+from areal_hpc.fs import read_json
+from areal_hpc.report import prove_run
+from areal_hpc.run_dir import RunDir
 
 
 @pytest.mark.long

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from cluster import SlurmCluster, wait_for
 from launched import arguments
+from slurm_runs import LONG, OVER, areal, submit
 
 from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
 from areal_hpc.roles.job import jobs_of, satellites_of
 from areal_hpc.run_dir import RunDir
-from runs import LONG, OVER, areal, submit
 
 STEPS = 200
 """Of half a second at least: more than fit into a job of two minutes, less than into four."""
