@@ -34,10 +34,15 @@ def is_shared(directory: Path) -> bool:
     return directory.stat().st_mode & SHARED == SHARED
 
 
+def umask_for(group: str) -> int:
+    """What nobody may do with a run's files but their owner, or, where there is one, the run's group."""
+    return 0o007 if group else 0o077
+
+
 @contextmanager
 def umask_of(group: str) -> Iterator[None]:
     """Within, libraries make files for the run's group, or where there is none for nobody but their owner."""
-    before = os.umask(0o007 if group else 0o077)
+    before = os.umask(umask_for(group))
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from areal_hpc.config.derived import signal_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.privacy import umask_for
 
 FLAGS = tuple(
     field.name for field in fields(ComponentConfig) if field.name not in ("nodes", "cpus", "gpus", "exclusive", "raw")
@@ -112,7 +113,6 @@ CODES = {"stopped": EXIT_STOPPED, "unheard": 128 + signal.SIGTERM}
 """Of a run, or of engines, that were told to end and have more to do: what they end with, and what a shell makes of
 their end where it came before they had a handler for it."""
 SIGNAL = "USR1"
-PRIVATE, GROUPS = "077", "007"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Job:
     setup: tuple[str, ...] = ()
     requeue: bool = True
     """Go on in the same job; else in the next one of a chain."""
-    umask: str = PRIVATE
+    umask: int = 0o077
     room: str = ""
     """Directory in which submitit has one for each job, named by its id, or in which satellites say which job comes
     next; empty for a script that a person types."""
@@ -162,14 +162,9 @@ def job_of(config: Config, *, log: str, directory: Path | None = None, room: str
         options=tuple(options),
         setup=cluster.setup,
         requeue=cluster.requeue,
-        umask=umask_of(config),
+        umask=umask_for(config.run_group),
         room=room,
     )
-
-
-def umask_of(config: Config) -> str:
-    """What the script's files must not be for: anybody but the owner, or but the run's group."""
-    return GROUPS if config.run_group else PRIVATE
 
 
 def _merged(config: Config) -> ComponentConfig:
@@ -200,7 +195,7 @@ def render(job: Job, command: str) -> str:
     blocks = [
         "\n".join(f"#SBATCH {option}" for option in options_of(job, number)) for number in range(len(job.components))
     ]
-    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), f"umask {job.umask}", PATIENTLY.rstrip()]
+    parts = ["#!/bin/bash\n" + "\n#SBATCH hetjob\n".join(blocks), f"umask {job.umask:03o}", PATIENTLY.rstrip()]
     if len(job.components) > 1:
         parts.append(HEAL.rstrip())
     if job.setup:

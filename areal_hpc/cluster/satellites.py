@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, Job, options_of, umask_of
+from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, Job, options_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
+from areal_hpc.privacy import umask_for
 
 ME = """\
 # By the numbers of array and task: the last task's own number is that of the whole array.
@@ -86,7 +87,7 @@ def satellite_job(config: Config, *, log: str, directory: Path | None = None, ro
         options=tuple(options),
         setup=cluster.setup,
         requeue=cluster.requeue,
-        umask=umask_of(config),
+        umask=umask_for(config.run_group),
         room=room,
     )
 
@@ -114,7 +115,7 @@ def render_satellite(job: Job, command: str) -> str:
     setup = ["\n".join(job.setup)] if job.setup else []
     again = "again && sleep 60" if job.requeue else "again && code=0"  # Slurm ends a script that it requeues meanwhile
     script = SCRIPT.format(command=command, again=again, cut_off=CUT_OFF[job.requeue], **CODES)
-    parts = [head, f"umask {job.umask}", PATIENTLY, *setup, ME, _again(job), script]
+    parts = [head, f"umask {job.umask:03o}", PATIENTLY, *setup, ME, _again(job), script]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
