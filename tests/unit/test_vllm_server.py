@@ -68,6 +68,11 @@ def test_who_sets_a_variable_of_vllms_means_it() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in server_environment({}, CUDA, Path("/t"))
 
 
+def test_its_sockets_are_in_a_directory_of_its_own_wherever_the_sites_temporary_files_are() -> None:
+    made = server_environment({"TMPDIR": "/scratch/of/the/job"}, CPU, Path("/t"))
+    assert made["TMPDIR"] == "/t"
+
+
 def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> None:
     words = ["generation.backend=vllm", "generation.server_args={max-model-len: 1, logprobs_mode: raw, block_size: 32}"]
     with pytest.raises(ConfigError) as refusal:

@@ -43,15 +43,14 @@ def server_environment(inherited: Mapping[str, str], accelerator: Accelerator, t
         temporary: a directory of its own, for the sockets between its processes.
     """
     environment = {
-        TIED: "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",  # its processes are all on this machine
-        "TMPDIR": str(temporary),
     }
     if accelerator is CPU:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of a machine takes the same processors
         }
-    return environment | own_environment(inherited)  # who sets one of vLLM's variables means it
+    chosen = own_environment(inherited)  # who sets one of vLLM's variables means it
+    return environment | chosen | {TIED: "1", "TMPDIR": str(temporary)}
