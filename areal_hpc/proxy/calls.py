@@ -237,10 +237,11 @@ class Call:
 def _forced(ask: Ask, dialect: Dialect) -> tuple[str, str]:
     """The schema and the structural tag that the engine holds the answer to; at most one is not empty.
 
-    Beside tools the model is only asked to follow a schema, since it may call one.
+    Beside tools the model is only asked to follow a schema, since it may call one. Strict tools are as others are where
+    the model writes calls in a way that none can be held to (``calls_tag``): many clients call every tool strict.
 
     Raises:
-        Refused: what is strict cannot be forced.
+        Refused: a strict schema, of the answer or of a tool, cannot be forced.
     """
     if ask.tools and ask.choice.mode != "none":
         return "", _tag_of_calls(ask, dialect)
