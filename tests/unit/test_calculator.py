@@ -55,6 +55,7 @@ def test_anything_else_is_told_to_the_model(expression: str) -> None:
         ("calculator", '{"expr": "37*46"}', "error: write"),
         ("calculator", '["37*46"]', "error: write"),
         ("calculator", '{"expression": "37*', "error: write"),
+        pytest.param("calculator", '{"expression": ' + "[" * 5000, "error: write", id="brackets-without-end"),
         ("abacus", '{"expression": "37*46"}', "error: there is no tool 'abacus'"),
     ],
 )
