@@ -12,6 +12,9 @@ from safetensors import safe_open
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
 
+DERIVED_SUFFIX = "rotary_emb.inv_freq"
+"""A buffer that old checkpoints carry; it follows from config.json, and no trainer has it."""
+
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index names, else all in the directory.

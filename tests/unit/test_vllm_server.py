@@ -17,6 +17,7 @@ import fake_vllm
 import pytest
 import torch
 from aiohttp import ClientSession
+from safetensors.torch import save_file
 from tiny_models import make_model
 
 from areal_hpc.accelerator import CPU, CUDA
@@ -142,6 +143,8 @@ def test_a_server_is_up_when_it_generates_and_tells_its_load(tmp_path: Path) -> 
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     directory = tmp_path_factory.mktemp("model")
     state = make_model(directory, "qwen3", seed=3).state_dict()
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of an old checkpoint
+    save_file(buffers, directory / "buffers.safetensors")
     return directory, {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}  # it is tied
 
 

@@ -19,9 +19,8 @@ from areal_hpc.buckets import fingerprint_of
 from areal_hpc.delta import Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.pretrained.files import DERIVED_SUFFIX
 
-DERIVED_SUFFIX = "rotary_emb.inv_freq"
-"""A buffer that old checkpoints carry; it follows from config.json."""
 HEAD = "lm_head.weight"
 
 

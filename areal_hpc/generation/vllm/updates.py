@@ -3,7 +3,7 @@
     join(address, rank)
     begin()
     load_bucket(...)   any number    every worker receives and proves it, and samples on meanwhile
-    end()                            every tensor of the checkpoint has come: the model is made of them
+    end()                            every weight of the checkpoint has come: the model is made of them
 
     load_directory(path)             the same from safetensors on disk; names and shapes are checked before
 
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.vllm.engine import VllmEngine
-from areal_hpc.pretrained.files import check_shapes, read_shapes
+from areal_hpc.pretrained.files import DERIVED_SUFFIX, check_shapes, read_shapes
 from areal_hpc.types import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import shapes_in
@@ -65,7 +65,8 @@ class WeightUpdates:
         self._groups: set[str] = set()
         self._session: _Session | None = None
         self._turn = threading.Lock()
-        self._shapes = read_shapes(engine.model_path)
+        shapes = read_shapes(engine.model_path)
+        self._shapes = {name: shape for name, shape in shapes.items() if not name.endswith(DERIVED_SUFFIX)}
         tied = bool(getattr(engine.llm.model_config.hf_config, "tie_word_embeddings", False))
         self._optional = {HEAD} if tied else set()
 
