@@ -108,7 +108,7 @@ def test_code_that_wants_torchruns_variables_finds_the_store_of_rank_0(tmp_path:
     run = RunDir.create(tmp_path / "run")
     run.config.write_text(yaml.safe_dump({**CONFIG, "model": {"path": "none"}}), encoding="utf-8")
     run.attempt(1).create()
-    words = [f"trainer.ranks={num_ranks}", "trainer.torchrun_variables=true"]
+    words = [f"trainer.ranks={num_ranks}", "trainer.torchrun_variables=true", "cluster.shape=local"]
     with ProcessPoolExecutor(num_ranks, mp_context=SERVER) as pool:
         futures = [pool.submit(meet_by_environment, run.root, rank, words) for rank in range(num_ranks)]
         answers = [future.result(timeout=TIMEOUT_S) for future in futures]

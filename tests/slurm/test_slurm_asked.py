@@ -155,4 +155,4 @@ def test_a_site_is_examined_and_a_plan_held_against_it(slurm: SlurmCluster, home
     assert len(re.findall(r"^node n\d +ok +reaches 10\.99\.0\.1\d, ", found, re.MULTILINE)) == 2, found
     elsewhere = areal(slurm, home, "doctor", *words, "cluster.all.partition=nowhere")
     assert elsewhere.returncode == 1
-    assert re.search(r"^partition +wrong +there is no nowhere; there are: gpu", elsewhere.stdout, re.MULTILINE)
+    assert re.search(r"^partition +wrong +there is no nowhere; there are: cpu, gpu", elsewhere.stdout, re.MULTILINE)

@@ -187,7 +187,7 @@ def test_damaged_lines_are_said(two_attempts: RunDir) -> None:
 
 def test_J14_the_report_works_where_the_locale_knows_only_ascii(two_attempts: RunDir) -> None:
     code = (
-        "import sys, pathlib; from areal_hpc.fs import RunDir\n"
+        "import sys, pathlib; from areal_hpc.run_dir import RunDir\n"
         "from areal_hpc.report import write_report, status_lines\n"
         "run = RunDir.open(pathlib.Path(sys.argv[1])); write_report(run); print(status_lines(run))"
     )

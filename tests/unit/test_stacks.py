@@ -32,7 +32,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
 @contextmanager
 def hanging(attempt: AttemptDir, call: str) -> Iterator[subprocess.Popen[bytes]]:
     code = (
-        "import ctypes, pathlib, sys, time\nfrom areal_hpc.fs import AttemptDir\n"
+        "import ctypes, pathlib, sys, time\nfrom areal_hpc.run_dir import AttemptDir\n"
         "from areal_hpc.roles.stacks import Stacks\n"
         "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         f"def hang():\n    {call}\n"
