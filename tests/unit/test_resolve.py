@@ -167,7 +167,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"trainer__attention": Attention.FLASH},
         "trainer.attention: flash needs trainer.backend=megatron",
     ),
-    "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole here"),
+    "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_delta": (
         {"generation__backend": EngineName.SGLANG, "weights__delta": True},
