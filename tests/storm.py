@@ -370,7 +370,11 @@ class Storm:
         """Stop what still runs, continue to a last step, and see that nobody is left."""
         if self.ended() is None:
             self.kill(Victim.EVERYTHING)
-        last = max(start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))) + 6
+        saved = prove_run(self.run).checkpoint  # the killed attempt may have come further than six steps
+        last = 6 + max(
+            0 if saved is None else saved.step,
+            *(start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))),
+        )
         self.start(f"trainer.total_steps={last}")
         self.until(lambda: False, LIMIT_S)
         if (code := self.ended()) != 0:
