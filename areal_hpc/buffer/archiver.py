@@ -91,7 +91,7 @@ class Archiver:
     # In the thread
 
     def _write(self, step: TrainedStep) -> None:
-        readable = [g for g, _ in enumerate(step.refs) if step.readable[g]]
+        readable = [g for g, intact_then in enumerate(step.readable) if intact_then]
         groups = dict(zip(readable, intact(self._fetch([step.refs[g] for g in readable])), strict=True))
         self._file = self._file or ArchiveFile(step.version)
         self._file.add(ArchivedStep(step=step, groups=groups))

@@ -15,7 +15,7 @@ from typing import Any
 from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.derived import model_ranks
 from areal_hpc.config.lora import FEED_FORWARD
-from areal_hpc.config.recipes import RECIPES
+from areal_hpc.config.recipes import recipe_of
 from areal_hpc.config.schema import Config, Dtype, Recompute, TrainerBackendName
 
 GIB = 1 << 30
@@ -107,7 +107,7 @@ def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
         state = (4 + rounded) / ranks + 12 / config.trainer.ranks
     trained = lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
     frozen = size.parameters * width / model_ranks(config) if lora.rank or config.algorithm.kl.coef else 0.0
-    critic = size.parameters * state if RECIPES[config.algorithm.name].critic else 0.0
+    critic = size.parameters * state if recipe_of(config.algorithm.name).critic else 0.0
     return trained * state + frozen + critic, _activation_bytes(config, size, width) + _logits_bytes(config, size)
 
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_hpc.cluster import estimate
 from areal_hpc.cluster.estimate import GIB, engine_bytes, estimate_lines, gpu_name, size_of, step_flops, trainer_bytes
 from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
+from areal_hpc.training import reference
+from areal_hpc.training.megatron import heads
 
 QWEN3_0_6B = {
     "model_type": "qwen3",
@@ -117,6 +120,10 @@ def test_a_critic_is_a_second_model_and_recomputed_layers_keep_their_inputs_alon
     assert split == kept / 8 + 3 * 4 * 2048 * 151936 / 8
 
 
+def test_the_logits_that_are_counted_are_those_that_the_trainers_make() -> None:
+    assert (estimate.LOGITS_TOKENS, estimate.LOGITS_BYTES) == (reference.CHUNK_TOKENS, heads.CHUNK_BYTES)
+
+
 def test_the_measured_activations_of_a_forward_are_near_the_estimate() -> None:
     """What autograd keeps for backward, in bytes, as torch itself reports it."""
     written = {**SMALL, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 8}
@@ -133,8 +140,8 @@ def test_the_measured_activations_of_a_forward_are_near_the_estimate() -> None:
     size = size_of(written)
     assert output is not None
     assert size is not None
-    estimate = 512 * size.activation * size.layers * 4
-    assert 0.4 < estimate / sum(kept.values()) < 1.6
+    expected = 512 * size.activation * size.layers * 4
+    assert 0.4 < expected / sum(kept.values()) < 1.6
 
 
 def test_the_work_of_a_step_by_hand() -> None:
