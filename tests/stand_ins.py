@@ -28,7 +28,7 @@ from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.fs import publish
 from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Float32Array, Message, Prompt
 from areal_hpc.weights.membership import Membership

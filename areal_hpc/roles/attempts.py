@@ -110,7 +110,7 @@ class Attempts:
         path = self.config.model.path
         if Path(path).is_dir():
             return True
-        from areal_hpc.roles.wiring.engines import make_model
+        from areal_hpc.roles.wiring.models import make_model
         from areal_hpc.roles.wiring.preflight import check_made
 
         publish_json(attempt.state, {"state": RUNNING, "about": f"making the model {path}", **owner})

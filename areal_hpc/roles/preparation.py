@@ -71,7 +71,7 @@ def _ask(command: Sequence[str], config: Config) -> None:
 
 def problem_of(config: Config) -> str:
     """What keeps a run with this configuration from being started here; empty if nothing does. Makes its model."""
-    from areal_hpc.roles.wiring.engines import make_model
+    from areal_hpc.roles.wiring.models import make_model
     from areal_hpc.roles.wiring.preflight import check_made, preflight
 
     try:

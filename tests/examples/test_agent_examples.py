@@ -16,7 +16,7 @@ from areal_hpc.config.schema import AgentConfig
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.agent import AgentWorkflow, python_agent, shared_http_client
 from areal_hpc.roles.wiring.agents import make_agent
-from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.types import Prompt, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import ConfigError
-from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.roles.wiring.preflight import preflight
 from areal_hpc.roles.wiring.training import make_backend
 from areal_hpc.training.batching import pack

@@ -13,7 +13,7 @@ from areal_hpc.config.paths import PATHS, anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import DataError
 from areal_hpc.prompts import open_dataset
-from areal_hpc.roles.wiring.engines import check_model_path
+from areal_hpc.roles.wiring.models import check_model_path
 
 LAYER = """\
 name: small

@@ -28,7 +28,7 @@ from areal_hpc.proxy.page import Board
 from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.report.course import Course
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import dotted
+from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.rollout.episodes import derive_seed, sampling
 
 NOTE_EVERY_S = 0.5

@@ -11,7 +11,8 @@ from areal_hpc.dialogue.renderer import load_tokenizer
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
-from areal_hpc.roles.wiring.engines import check_model_path, dotted
+from areal_hpc.roles.wiring.dotted import dotted
+from areal_hpc.roles.wiring.models import check_model_path
 from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.roles.wiring.servers import check_server

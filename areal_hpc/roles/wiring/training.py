@@ -24,7 +24,8 @@ from areal_hpc.journal import Journal
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import Roster, dotted
+from areal_hpc.roles.wiring.dotted import dotted
+from areal_hpc.roles.wiring.engines import Roster
 from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
