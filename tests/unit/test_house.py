@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,13 @@ def test_nobody_imports_sideways_or_up(path: Path) -> None:
             assert there == here or there in GROUND, f"wing {here} imports {there}"
         else:
             assert here in TOP, f"{here} is in no layer"
+
+
+def test_no_circle_of_imports_even_where_some_are_late() -> None:
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    graph = {name: {module for module, _ in imports(path) if module in names} for name, path in names.items()}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    assert order.index("areal_hpc.types") < order.index("areal_hpc.training.loop")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
