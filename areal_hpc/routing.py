@@ -27,10 +27,21 @@ class Routing(NamedTuple):
     num_per_token: int
     num_experts: int
 
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers with {self.num_per_token} of {self.num_experts} experts a token"
+
     def unrecorded(self, num_tokens: int) -> Record:
         """A record of tokens of which nothing is known."""
         dtype: Any = np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16
         return np.full((num_tokens, self.num_layers, self.num_per_token), no_expert(dtype), dtype=dtype)
+
+    def misfit(self, record: Record) -> str:
+        """Of which other model a record is, as far as can be seen; empty where this one may replay it."""
+        _, num_layers, num_per_token = record.shape
+        if (num_layers, num_per_token) != (self.num_layers, self.num_per_token):
+            return f"{num_layers} layers with {num_per_token} experts a token"
+        highest = int(record.max(initial=0, where=record != no_expert(record.dtype)))
+        return f"more than {highest} experts" if highest >= self.num_experts else ""
 
     def whole(self, parts: Sequence[Record], num_tokens: int) -> Record:
         """One record of so many tokens: the parts, one after the other, and nothing of the tokens behind them."""

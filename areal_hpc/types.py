@@ -12,6 +12,7 @@ carried, never inferred from a length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -26,11 +27,9 @@ from areal_hpc.routing import Record, check_record
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-Message = Mapping[str, Any]
-"""One chat message in the OpenAI shape: at least ``role`` and ``content``."""
+Message = Mapping[str, Any]  # one chat message in the OpenAI shape: at least ``role`` and ``content``
 
-TokenLogprob = tuple[float, int]
-"""(log-prob, token id)"""
+TokenLogprob = tuple[float, int]  # (log-prob, token id)
 
 NOT_SAMPLED = -1
 """Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
@@ -176,13 +175,13 @@ class Trajectory:
         if not shape == self.loss_mask.shape == self.logprobs.shape == self.versions.shape:
             raise ValueError(f"a trajectory's arrays must all have shape {shape}")
         check_record(self.experts, self.token_ids.size)
-        if not np.isfinite(self.logprobs).all() or not np.isfinite(self.reward):
+        if not math.isfinite(self.reward) or not np.isfinite(self.logprobs).all():
             raise ValueError("a trajectory has a log-prob or a reward that is not finite")
 
     @property
     def num_generated(self) -> int:
         """How many tokens this run sampled."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 def episode_means(values: Sequence[float], episodes: Sequence[int]) -> NDArray[np.float64]:
@@ -277,6 +276,9 @@ class GroupRef:
     truncated: tuple[bool, ...]  # cut by the token budget
     episodes: tuple[int, ...]  # branches of one episode share a number
     baseline: Baseline | None = None  # the group's
+    handle: tuple[
+        Any, ...
+    ] = ()  # how its bytes are found and checked: plain data of whoever keeps them, for nobody else
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ import yaml
 from forked import ForkedCommand, role_name
 
 from areal_hpc.buffer.chain import ChainName
-from areal_hpc.buffer.records import RecordType, group_ref
+from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader, GroupFetcher
 from areal_hpc.checkpoint import CHECKPOINT_NAME, verify
 from areal_hpc.fs import read_json
@@ -210,7 +210,7 @@ def groups_in(run: RunDir) -> list[tuple[int, TrajectoryGroup]]:
         assert name is not None
         for record in ChainReader(chains, name).poll(last=True):
             if record.type is RecordType.DATA:
-                ref = group_ref(text, record.meta, segment=record.segment, offset=record.offset, seq=record.seq)
+                ref = record.ref(text)
                 found.append((ref.version.step, fetcher.read(ref)))
     return found
 

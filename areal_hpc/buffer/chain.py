@@ -4,7 +4,8 @@
 
 One process writes a chain, ever, at offsets it chooses itself (appending through the kernel is not atomic between
 clients of a network file system). A restarted process begins a new chain, and the random part makes sure that no name
-comes back: readers remember by name what they have seen. Records wait in memory until a *commit* makes a batch durable:
+comes back: readers remember by name what they have seen. Records wait in memory, in the form that they get on disk,
+until a *commit* makes a batch of them durable:
 
     data -> fdatasync -> COMMIT -> fdatasync          a reader trusts what lies before a COMMIT, so it may skip bodies
     create next -> fsync directory -> SEAL names it   a reader never asks for a name that is not there
@@ -21,10 +22,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from areal_hpc.buffer.records import RecordType, checksum, frame, parts
 from areal_hpc.errors import RunDirError, WaitTimeout
@@ -35,7 +39,12 @@ from areal_hpc.waits import FILE_SYSTEM, waiting
 
 COMMIT_BYTES = 4 << 20
 BUFFER_BYTES = 2 * COMMIT_BYTES
-"""Memory that a chain keeps for its batches: the page faults of fresh memory cost more than all else in a commit."""
+"""What a batch is collected in. A batch is open below COMMIT_BYTES, so a record of as many fits."""
+NUM_SPARE = 2
+"""Buffers kept for the batches to come, while others are filled and written: the page faults of fresh memory cost more
+than all else in a commit."""
+OWED_BYTES = len(frame(RecordType.COMMIT, 0, 0, {}))
+"""Room at the start of a buffer, for the COMMIT of the batch before."""
 STOP_S = 60.0
 
 
@@ -69,22 +78,45 @@ def segment_name(number: int) -> str:
     return f"{number:08d}.seg"
 
 
-class _Pending(NamedTuple):
-    type: RecordType
-    ticket: int
-    meta: Mapping[str, Any]
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Batch:
-    """Records that become durable together; never changed once they may be on disk."""
+    """Records that become durable together, as they are on disk; nothing changes them once the batch is closed.
 
-    data: memoryview
-    """Begins with the COMMIT of the batch before, where that is still owed."""
-    commit: bytes
-    """What they are owed once they are durable."""
-    newest_ticket: int
+    A body is summed and copied when it is handed over, while the processor's caches still hold it.
+    """
+
+    __slots__ = ("buffer", "commit", "newest_ticket", "next_seq", "since", "size")
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer, self.size = buffer, OWED_BYTES
+        self.since = time.monotonic()
+        self.newest_ticket = self.next_seq = -1
+        self.commit = b""
+        """What it is owed once it is durable; empty while it is open."""
+
+    def add(self, record: Sequence[bytes], ticket: int) -> None:
+        end = self.size + sum(map(len, record))
+        if end > len(self.buffer):
+            grown = _buffer(end)
+            grown[: self.size] = self.buffer[: self.size]
+            self.buffer = grown
+        for part in record:
+            self.buffer[self.size : self.size + len(part)] = part
+            self.size += len(part)
+        self.newest_ticket = max(self.newest_ticket, ticket)
+
+    def close(self, seq: int, owner: int) -> None:
+        self.commit, self.next_seq = frame(RecordType.COMMIT, seq, owner, {}), seq + 1
+
+    def data(self, owed: bytes) -> memoryview:
+        """Its bytes, behind those of the COMMIT of the batch before where that is still owed."""
+        start = OWED_BYTES - len(owed)
+        self.buffer[start:OWED_BYTES] = owed
+        return self.buffer[start : self.size]
+
+
+def _buffer(size: int) -> memoryview:
+    """Memory that costs nothing before it is used; a bytearray would be filled with zeros."""
+    return np.empty(size, np.uint8).data
 
 
 @dataclass(slots=True)
@@ -109,16 +141,16 @@ class ChainWriter:
     def __init__(self, chains: Path, name: ChainName, segment_bytes: int) -> None:
         self.name = name
         self.directory = make_private_directory(chains / str(name))
+        self._owner = name.owner
         self.wake = threading.Condition()  # guards the three fields below; notified when there is something to do
-        self._pending: list[_Pending] = []
-        self._pending_bytes = 0
-        self._pending_since = 0.0
+        self._batches: deque[_Batch] = deque()  # all but the last one are closed
+        self._seq = 0  # of the next record
+        self._spare: list[memoryview] = []  # buffers that no batch needs
         self._io = threading.Lock()  # guards everything below: one commit at a time
         self._segment_bytes = segment_bytes
-        self._seq = 0
-        self._batch: _Batch | None = None
+        self._batch: _Batch | None = None  # on its way to disk
         self._owed = b""  # the COMMIT of what is durable from ``offset`` back
-        self._buffer = bytearray(BUFFER_BYTES)  # holds the data of ``_batch``; pages that no batch needs cost nothing
+        self._next_seq = 0  # behind what is durable, with what is owed
         self._next: _File | None = None
         self._sealed: list[_Segment] = []
         self._segment = _Segment(0)
@@ -127,21 +159,32 @@ class ChainWriter:
     def append(self, type_: RecordType, ticket: int, meta: Mapping[str, Any], body: bytes = b"") -> None:
         """Hand over a record that speaks of ``ticket``; durable after the next commit."""
         with self.wake:
-            was_due = self._pending_bytes >= COMMIT_BYTES
-            if not self._pending:
-                self._pending_since = time.monotonic()
-            self._pending.append(_Pending(type_, ticket, {"ticket": ticket, **meta}, body))
-            self._pending_bytes += len(body)
-            if len(self._pending) == 1 or (self._pending_bytes >= COMMIT_BYTES and not was_due):
+            is_first = not self._batches
+            batch = self._open_batch()
+            batch.add(parts(type_, self._seq, self._owner, {"ticket": ticket, **meta}, body), ticket)
+            self._seq += 1
+            is_full = batch.size >= COMMIT_BYTES
+            if is_full:
+                self._close(batch)
+            if is_first or is_full:
                 self.wake.notify_all()  # nobody is woken for a record that changes nothing about when to commit
 
     def due_in(self, commit_s: float) -> float | None:
         """Seconds until a commit should begin, or None while there is nothing to commit. Call it holding ``wake``."""
-        if not self._pending:
+        if not self._batches:
             return None
-        if self._pending_bytes >= COMMIT_BYTES:
+        if (oldest := self._batches[0]).commit:
             return 0.0
-        return max(0.0, self._pending_since + commit_s - time.monotonic())
+        return max(0.0, oldest.since + commit_s - time.monotonic())
+
+    def _open_batch(self) -> _Batch:
+        if not self._batches or self._batches[-1].commit:
+            self._batches.append(_Batch(self._spare.pop() if self._spare else _buffer(BUFFER_BYTES)))
+        return self._batches[-1]
+
+    def _close(self, batch: _Batch) -> None:
+        batch.close(self._seq, self._owner)
+        self._seq += 1
 
     def commit(self) -> None:
         """Make everything appended so far durable and visible.
@@ -151,10 +194,11 @@ class ChainWriter:
         """
         with self._io:
             self._finish_seal()
-            while batch := self._batch or self._take_pending():
+            while batch := self._batch or self._take():
                 self._batch = batch
                 self._write_batch(batch)
                 self._batch = None
+                self._keep(batch.buffer)
                 if self._file.offset >= self._segment_bytes:
                     self._pay()
                     self._roll()
@@ -189,42 +233,24 @@ class ChainWriter:
                     with naming(self.directory / segment_name(file.number)):
                         os.close(fd)
 
-    def _take_pending(self) -> _Batch | None:
-        """The oldest records, up to COMMIT_BYTES: readers get on with a batch while the next one is written."""
+    def _take(self) -> _Batch | None:
+        """The oldest batch, closed: readers get on with it while the next one is written."""
         with self.wake:
-            taken = self._oldest()
-            pending, self._pending = self._pending[:taken], self._pending[taken:]
-            self._pending_bytes -= sum(len(p.body) for p in pending)
-        if not pending:
-            return None
-        owner = self.name.owner
-        frames = [part for i, p in enumerate(pending) for part in parts(p.type, self._seq + i, owner, p.meta, p.body)]
-        self._seq += len(pending)
-        commit = frame(RecordType.COMMIT, self._seq, owner, {})
-        self._seq += 1
-        return _Batch(self._joined([self._owed, *frames]), commit, max(p.ticket for p in pending))
+            if not self._batches:
+                return None
+            if not (batch := self._batches.popleft()).commit:
+                self._close(batch)
+            return batch
 
-    def _joined(self, frames: list[bytes]) -> memoryview:
-        if sum(map(len, frames)) > BUFFER_BYTES:
-            return memoryview(b"".join(frames))
-        size = 0
-        for part in frames:
-            self._buffer[size : size + len(part)] = part
-            size += len(part)
-        return memoryview(self._buffer)[:size]
-
-    def _oldest(self) -> int:
-        """How many of the oldest records reach COMMIT_BYTES; all of them where they do not."""
-        size = 0
-        for number, pending in enumerate(self._pending, start=1):
-            size += len(pending.body)
-            if size >= COMMIT_BYTES:
-                return number
-        return len(self._pending)
+    def _keep(self, buffer: memoryview) -> None:
+        """Take a buffer back that no disk needs any more; one that a large record or a backlog asked for goes."""
+        with self.wake:
+            if len(buffer) == BUFFER_BYTES and len(self._spare) < NUM_SPARE:
+                self._spare.append(buffer)
 
     def _write_batch(self, batch: _Batch) -> None:
-        self._put(batch.data)
-        self._owed = batch.commit
+        self._put(batch.data(self._owed))
+        self._owed, self._next_seq = batch.commit, batch.next_seq
         self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
     def _pay(self) -> None:
@@ -257,9 +283,8 @@ class ChainWriter:
         self._finish_seal()
 
     def _seal(self, following: str | None) -> bytes:
-        seal = frame(RecordType.SEAL, self._seq, self.name.owner, {"next": following})
-        self._seq += 1
-        return seal
+        """It takes no number of its own: those of records that wait already go on behind it."""
+        return frame(RecordType.SEAL, self._next_seq, self._owner, {"next": following})
 
     def _finish_seal(self) -> None:
         if self._next is None:

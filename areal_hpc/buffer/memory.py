@@ -131,7 +131,7 @@ class MemoryWriter:
         self._finish(ticket)
         self._ring.groups[Key(ticket.chain, ticket.number)] = group
         meta = {**encode_group(group)[0], "ticket": ticket.number, "version": ticket.version}
-        ref = group_ref(self.chain, meta, segment=0, offset=0, seq=ticket.number)
+        ref = group_ref(self.chain, meta)
         newest = newest_weights(self._ring.epoch, meta)
         self._ring.write(self.chain, lambda ledger: ledger.sealed(ref, newest))
 

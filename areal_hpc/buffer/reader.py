@@ -23,7 +23,7 @@ from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.pace import Pace, poll_pause_s
-from areal_hpc.buffer.records import RecordType, group_ref, newest_weights
+from areal_hpc.buffer.records import RecordType, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import make_private_directory, names_in
@@ -316,8 +316,7 @@ def _reserved(ledger: Ledger, chain: ChainName, record: Found) -> None:
 
 
 def _sealed(ledger: Ledger, chain: ChainName, record: Found) -> None:
-    ref = group_ref(str(chain), record.meta, segment=record.segment, offset=record.offset, seq=record.seq)
-    ledger.sealed(ref, newest_weights(chain.epoch, record.meta))
+    ledger.sealed(record.ref(str(chain)), newest_weights(chain.epoch, record.meta))
 
 
 def _dropped(ledger: Ledger, chain: ChainName, record: Found) -> None:

@@ -10,21 +10,23 @@
          8     4  length of meta
         12     4  owner: CRC-32C of the chain's name, so that bytes of another file are never taken for ours
         16     8  length of body
-        24     8  sequence number in the chain, one more for each record
+        24     8  sequence number in the chain, one more for each record but a SEAL, whose number the next one has too
         32     4  CRC-32C of body
         36     4  CRC-32C of header (this field as zero) and meta
 
-Lengths are checked against limits before anything is allocated. A body is columns that ``meta["columns"]`` lists as
-(name, dtype, count), so a column can be added without a new format: ``experts`` is there only where engines told which
-experts computed the tokens, and ``meta["experts"]`` is its [layers, experts of a token]. Nothing is ever unpickled.
+Lengths are checked against limits before anything is allocated. A body is columns: those of ``COLUMNS``, or what
+``meta["columns"]`` lists as (name, dtype, count), so that one can be added without a new format: ``experts`` is there
+only where engines told which experts computed the tokens, and ``meta["experts"]`` is its [layers, experts of a token].
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ from areal_hpc.types import NOT_SAMPLED, Baseline, GroupRef, StopReason, Traject
 HEADER = struct.Struct("<4sBBHIIQQII")
 HEADER_BYTES = HEADER.size
 HEAD_CRC_AT = HEADER_BYTES - 4
+NO_CRC = bytes(4)
 MAGIC = b"ARHR"
 FORMAT = 1
 MAX_META = 1 << 24
@@ -109,11 +112,11 @@ def parts(
     return HEADER.pack(*fields, head_crc), packed, body, bytes(-(HEADER_BYTES + len(packed) + len(body)) % 8)
 
 
-def parse_header(data: bytes, owner: int) -> Header | None:
-    """The header at the start of ``data``, or None where there is none: zeros, a torn write, somebody else's bytes."""
-    if len(data) < HEADER_BYTES:
+def parse_header(data: bytes, owner: int, at: int = 0) -> Header | None:
+    """The header at ``at`` in ``data``, or None where there is none: zeros, a torn write, somebody else's bytes."""
+    if len(data) - at < HEADER_BYTES:
         return None
-    magic, version, type_, zero, meta_bytes, whose, body_bytes, seq, body_crc, head_crc = HEADER.unpack_from(data)
+    magic, version, type_, zero, meta_bytes, whose, body_bytes, seq, body_crc, head_crc = HEADER.unpack_from(data, at)
     kind = TYPES.get(type_)
     if kind is None or (magic, version, zero, whose) != (MAGIC, FORMAT, 0, owner):
         return None
@@ -122,14 +125,15 @@ def parse_header(data: bytes, owner: int) -> Header | None:
     return Header(kind, meta_bytes, whose, body_bytes, seq, body_crc, head_crc)
 
 
-def parse_meta(header: Header, head: bytes) -> dict[str, Any] | None:
-    """The metadata in ``head`` (header and meta, as stored), or None where the checksum says that they are damaged."""
-    if len(head) != header.head_bytes:
+def parse_meta(header: Header, data: bytes, at: int = 0) -> dict[str, Any] | None:
+    """The metadata behind ``header``, which is at ``at`` in ``data``, or None where the checksum says that either is
+    damaged, or something is missing."""
+    packed = data[at + HEADER_BYTES : at + header.head_bytes]
+    if len(packed) != header.meta_bytes:
         return None
-    packed = head[HEADER_BYTES:]
-    if checksum(head[:HEAD_CRC_AT] + bytes(4) + packed) != header.head_crc:
+    if checksum(data[at : at + HEAD_CRC_AT] + NO_CRC + packed) != header.head_crc:
         return None
-    meta: dict[str, Any] = msgpack.unpackb(packed)
+    meta: dict[str, Any] = msgpack.unpackb(packed, use_list=False)
     return meta
 
 
@@ -150,10 +154,8 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
             "holds; lower rollout.group_size or model.max_tokens"
         )
     arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories]
-    columns = [[name, dtype, group.num_tokens] for name, dtype in COLUMNS.items()]
     if experts is not None:
         arrays.append(np.ascontiguousarray(experts, experts.dtype.newbyteorder("<")))
-        columns.append([EXPERTS, arrays[-1].dtype.str, experts.size])
     meta = {
         "position": group.position,
         "prompt": group.prompt_id,
@@ -163,14 +165,46 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         "stops": [t.stop.value for t in trajectories],
         "episodes": [t.episode for t in trajectories],
         "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
-        "columns": columns,
-        **({} if experts is None else {EXPERTS: list(experts.shape[1:])}),
+        **({} if experts is None else _table_with(arrays[-1], group.num_tokens)),
         **({} if group.baseline is None else {"baseline": [float(number) for number in group.baseline]}),
     }
     return meta, b"".join(array.data for array in arrays)
 
 
-def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int, seq: int) -> GroupRef:
+def _table(num_tokens: int) -> list[tuple[str, str, int]]:
+    """The columns of a body of which nothing else is said."""
+    return [(name, dtype, num_tokens) for name, dtype in COLUMNS.items()]
+
+
+def _table_with(experts: NDArray[Any], num_tokens: int) -> dict[str, Any]:
+    columns = [*_table(num_tokens), (EXPERTS, experts.dtype.str, experts.size)]
+    return {"columns": columns, EXPERTS: list(experts.shape[1:])}
+
+
+class Body(NamedTuple):
+    """How a group's tokens lie in a segment, told by the verified head of their record: the handle of a reference.
+
+    Whoever has it reads and checks the tokens without looking at the head again.
+    """
+
+    offset: int
+    num_bytes: int
+    checksum: int  # CRC-32C
+    stops: Sequence[str]
+    columns: Sequence[tuple[str, str, int]] | None  # name, dtype, count; None: those of COLUMNS
+    experts: Sequence[int] | None  # layers, experts of a token
+
+    @classmethod
+    def of(cls, header: Header, meta: Mapping[str, Any], at: int) -> Body:
+        """Of the DATA record whose header is at ``at`` in its segment."""
+        offset = at + header.head_bytes
+        columns, experts = meta.get("columns"), meta.get(EXPERTS)
+        return cls(offset, header.body_bytes, header.body_crc, meta["stops"], columns, experts)
+
+
+def group_ref(
+    chain: str, meta: Mapping[str, Any], *, segment: int = 0, offset: int = 0, seq: int = 0, handle: Body | None = None
+) -> GroupRef:
     """The reference to a DATA record, from its metadata (``encode_group``'s, with ``ticket`` and ``version``)."""
     return GroupRef(
         chain=chain,
@@ -184,14 +218,11 @@ def group_ref(chain: str, meta: Mapping[str, Any], *, segment: int, offset: int,
         rewards=tuple(meta["rewards"]),
         lengths=tuple(meta["lengths"]),
         generated=tuple(meta["generated"]),
-        truncated=tuple(StopReason(stop) is StopReason.LENGTH for stop in meta["stops"]),
+        truncated=tuple(stop == StopReason.LENGTH for stop in meta["stops"]),
         episodes=tuple(meta["episodes"]),
-        baseline=_baseline(meta),
+        baseline=Baseline(*meta["baseline"]) if "baseline" in meta else None,
+        handle=() if handle is None else handle,
     )
-
-
-def _baseline(meta: Mapping[str, Any]) -> Baseline | None:
-    return Baseline(*meta["baseline"]) if "baseline" in meta else None
 
 
 def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
@@ -199,49 +230,60 @@ def newest_weights(epoch: int, meta: Mapping[str, Any]) -> WeightVersion:
     return WeightVersion(epoch, max(meta["newest"], WeightVersion(*meta["version"]).step))
 
 
-def decode_group(meta: Mapping[str, Any], body: bytes) -> TrajectoryGroup:
+def decode_group(ref: GroupRef, body: bytes) -> TrajectoryGroup:
     """The group that ``encode_group`` was given; its arrays are views of ``body``, which nobody writes to.
+
+    Args:
+        ref: the reference to its record, with its handle.
 
     Raises:
         CorruptRecord: the metadata does not describe this body (written by something else; the checksums were right).
     """
-    columns = _columns(meta["columns"], body)
-    ends = list(accumulate(meta["lengths"], initial=0))
-    if any(columns[name].size != ends[-1] for name in COLUMNS):
-        raise CorruptRecord(f"columns of position {meta['position']} do not hold {ends[-1]} tokens")
-    experts = _experts(meta, columns.get(EXPERTS), ends[-1])
+    told = Body(*ref.handle)
+    ends = list(accumulate(ref.lengths, initial=0))
+    columns = _columns(told.columns or _table(ends[-1]), body)
+    if not all(name in columns and columns[name].size == ends[-1] for name in COLUMNS):
+        raise CorruptRecord(f"columns of position {ref.position} do not hold {ends[-1]} tokens")
+    experts = _experts(ref.position, told.experts, columns.get(EXPERTS), ends[-1])
     trajectories = tuple(
         Trajectory(
-            **{name: columns[name][start:end] for name in COLUMNS},
+            token_ids=columns["token_ids"][start:end],
+            loss_mask=columns["loss_mask"][start:end],
+            logprobs=columns["logprobs"][start:end],
+            versions=columns["versions"][start:end],
             reward=reward,
             stop=StopReason(stop),
             episode=episode,
             experts=None if experts is None else experts[start:end],
         )
         for (start, end), reward, stop, episode in zip(
-            pairwise(ends), meta["rewards"], meta["stops"], meta["episodes"], strict=True
+            pairwise(ends), ref.rewards, told.stops, ref.episodes, strict=True
         )
     )
     return TrajectoryGroup(
-        position=meta["position"], prompt_id=meta["prompt"], trajectories=trajectories, baseline=_baseline(meta)
+        position=ref.position, prompt_id=ref.prompt_id, trajectories=trajectories, baseline=ref.baseline
     )
 
 
-def _experts(meta: Mapping[str, Any], column: NDArray[Any] | None, num_tokens: int) -> Record | None:
+def _experts(position: int, shape: Sequence[int] | None, column: NDArray[Any] | None, num_tokens: int) -> Record | None:
     if column is None:
         return None
-    shape = (num_tokens, *meta.get(EXPERTS, ()))
-    if column.dtype.str not in EXPERT_TYPES or len(shape) != 3 or column.size != math.prod(shape):
-        raise CorruptRecord(f"the experts of position {meta['position']} are not those of {num_tokens} tokens")
-    return column.reshape(shape)
+    whole = (num_tokens, *(shape or ()))
+    if column.dtype.str not in EXPERT_TYPES or len(whole) != 3 or column.size != math.prod(whole):
+        raise CorruptRecord(f"the experts of position {position} are not those of {num_tokens} tokens")
+    return column.reshape(whole)
 
 
-def _columns(table: list[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
+def _columns(table: Sequence[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
     columns, offset = {}, 0
-    for name, dtype, count in table:
-        size = np.dtype(dtype).itemsize * count
-        if offset + size > len(body) or dtype != COLUMNS.get(name, dtype):
-            raise CorruptRecord(f"column {name} ({dtype} x {count}) does not fit a body of {len(body)} bytes")
+    for name, text, count in table:
+        dtype = _dtype(text)
+        size = dtype.itemsize * count
+        if offset + size > len(body) or text != COLUMNS.get(name, text):
+            raise CorruptRecord(f"column {name} ({text} x {count}) does not fit a body of {len(body)} bytes")
         columns[name] = np.frombuffer(body, dtype, count, offset)
         offset += size
     return columns
+
+
+_dtype = cache(np.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 from areal_hpc.buffer.archive import archived_steps, read_step
 from areal_hpc.errors import CorruptRecord, DataError
+from areal_hpc.routing import Routing
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import ArchivedStep, Drop, Dropped, GroupRef, TrajectoryGroup, WeightVersion
 
@@ -18,12 +19,16 @@ class ReplayReader:
     Nothing can be late, nobody waits for a slot, and what was left out then is left out again. So ``claim`` never
     answers None, and what would tell writers or delete files does nothing.
 
+    Args:
+        routing: of the trainer's model, where that is to replay the experts that engines have recorded.
+
     Raises:
-        DataError: by ``claim`` and ``read``: the step is not in the archive, or its file is damaged.
+        DataError: by ``claim`` and ``read``: the step is not in the archive, its file is damaged, or it has records of
+            another model's experts.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, routing: Routing | None = None) -> None:
+        self._run, self._routing = run, routing
         self._paths: Mapping[int, Path] = archived_steps(run)
         self._loaded: ArchivedStep | None = None
         self._staleness: list[int] = []  # of the groups claimed last, in steps
@@ -49,7 +54,18 @@ class ReplayReader:
             if number not in self._paths:
                 raise DataError(f"step {number} is not in {self._run.archive}; set replay.to_step to one below it")
             self._loaded = read_step(self._paths[number], number)
+            self._check_experts(self._loaded)
         return self._loaded
+
+    def _check_experts(self, archived: ArchivedStep) -> None:
+        if self._routing is None:
+            return
+        for trajectory in (t for group in archived.groups.values() for t in group.trajectories):
+            if trajectory.experts is not None and (other := self._routing.misfit(trajectory.experts)):
+                raise DataError(
+                    f"step {archived.step.version.step} of {self._run.archive} was sampled by a mixture of {other}, "
+                    f"and model.path has {self._routing}; replay with the run's own model, or one of its shape"
+                )
 
     def may_publish(self, version: WeightVersion) -> bool:
         """Nobody samples from older weights."""

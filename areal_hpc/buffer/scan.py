@@ -12,14 +12,22 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from areal_hpc.buffer.chain import ChainName, segment_name
-from areal_hpc.buffer.records import HEADER_BYTES, RecordType, checksum, decode_group, parse_header, parse_meta
+from areal_hpc.buffer.records import (
+    HEADER_BYTES,
+    Body,
+    Header,
+    RecordType,
+    checksum,
+    decode_group,
+    group_ref,
+    parse_header,
+    parse_meta,
+)
 from areal_hpc.errors import CorruptRecord
 from areal_hpc.fs import names_in
 from areal_hpc.patience import RETRY_PAUSES_S, naming, retried
@@ -32,15 +40,22 @@ T = TypeVar("T")
 WINDOW_BYTES = 1 << 13
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One committed record and where it lies."""
+class Found(NamedTuple):
+    """One committed record and where it lies; nobody has looked at its body."""
 
     segment: int
     offset: int
-    seq: int
-    type: RecordType
+    header: Header
     meta: dict[str, Any]
+
+    @property
+    def type(self) -> RecordType:
+        return self.header.type
+
+    def ref(self, chain: str) -> GroupRef:
+        """The reference to the group that it holds, of a DATA record."""
+        body = Body.of(self.header, self.meta, self.offset)
+        return group_ref(chain, self.meta, segment=self.segment, offset=self.offset, seq=self.header.seq, handle=body)
 
 
 def reading(path: Path, read: Callable[[int], T]) -> T | None:
@@ -64,16 +79,17 @@ def _read(path: Path, read: Callable[[int], T]) -> T:
 
 
 class _Window:
-    """``take(offset, size)`` of a file by reads of at least WINDOW_BYTES."""
+    """What of a file was read last, by reads of at least WINDOW_BYTES."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._base, self._data = fd, 0, b""
 
-    def take(self, offset: int, size: int) -> bytes:
+    def show(self, offset: int, size: int) -> tuple[bytes, int]:
+        """Bytes, and where in them those at ``offset`` begin; ``size`` of them, or as many as the file has."""
         start = offset - self._base
         if start < 0 or start + size > len(self._data):
             self._base, self._data, start = offset, os.pread(self._fd, max(size, WINDOW_BYTES), offset), 0
-        return self._data[start : start + size]
+        return self._data, start
 
 
 class ChainReader:
@@ -103,8 +119,7 @@ class ChainReader:
             following = self._poll_segment(found)
             if following is None and not (last and self._begin(self._listed(self._segment))):
                 return found
-            if following is not None:
-                self._enter(following)
+            self._begin(following)
         return found
 
     def _listed(self, after: int | None) -> int | None:
@@ -121,13 +136,10 @@ class ChainReader:
         """Go on at the start of ``segment``, whatever its first sequence number is."""
         if segment is None:
             return False
-        self._enter(segment)
-        self._seq = None
-        return True
-
-    def _enter(self, segment: int) -> None:
         self._segment, self._offset, self._committed_to = segment, 0, 0
+        self._seq = None
         self._batch.clear()
+        return True
 
     def _poll_segment(self, found: list[Found]) -> int | None:
         """Read on in the current segment; the number of the next one once this one is sealed."""
@@ -139,17 +151,18 @@ class ChainReader:
         window, size = _Window(fd), os.fstat(fd).st_size
         self.newest_tickets.setdefault(self._segment, -1)
         while True:
-            header = parse_header(window.take(self._offset, HEADER_BYTES), self._owner)
+            data, at = window.show(self._offset, HEADER_BYTES)
+            header = parse_header(data, self._owner, at)
             if header is None or self._offset + header.record_bytes > size or self._seq not in (header.seq, None):
                 return None
-            meta = parse_meta(header, window.take(self._offset, header.head_bytes))
-            if meta is None:
+            data, at = window.show(self._offset, header.head_bytes)
+            if (meta := parse_meta(header, data, at)) is None:
                 return None
-            record = Found(self._segment, self._offset, header.seq, header.type, meta)
+            record = Found(self._segment, self._offset, header, meta)
             self._offset, self._seq = self._offset + header.record_bytes, header.seq + 1
-            if record.type is RecordType.SEAL and not self._batch:
+            if header.type is RecordType.SEAL and not self._batch:
                 return self._sealed(meta["next"])
-            if record.type is RecordType.COMMIT:
+            if header.type is RecordType.COMMIT:
                 self._accept(found)
             else:
                 self._batch.append(record)
@@ -205,8 +218,8 @@ class GroupFetcher:
 
     def _read_once(self, refs: Sequence[GroupRef]) -> Sequence[TrajectoryGroup | None]:
         """The groups at ``refs``, all in one segment, as one open shows them."""
-        path, owner = _place(self._chains, refs[0].chain, refs[0].segment)
-        groups = reading(path, lambda fd: [_group_at(fd, owner, ref) for ref in refs])
+        path = self._chains / refs[0].chain / segment_name(refs[0].segment)
+        groups = reading(path, lambda fd: [_group_at(fd, ref) for ref in refs])
         return [None] * len(refs) if groups is None else groups
 
 
@@ -235,21 +248,10 @@ def _or_damage(read: Callable[[GroupRef], TrajectoryGroup], ref: GroupRef) -> Tr
         return error
 
 
-@lru_cache(maxsize=256)
-def _place(chains: Path, chain: str, segment: int) -> tuple[Path, int]:
-    """A segment's path and its chain's owner number; a batch has many groups of one."""
-    name = ChainName.parse(chain)
-    assert name is not None, chain
-    return chains / chain / segment_name(segment), name.owner
-
-
-def _group_at(fd: int, owner: int, ref: GroupRef) -> TrajectoryGroup | None:
-    window = _Window(fd)
-    header = parse_header(window.take(ref.offset, HEADER_BYTES), owner)
-    if header is None or header.seq != ref.seq or header.type is not RecordType.DATA:
+def _group_at(fd: int, ref: GroupRef) -> TrajectoryGroup | None:
+    """None where the bytes are not those that the record's head spoke of when it was verified."""
+    told = Body(*ref.handle)
+    body = os.pread(fd, told.num_bytes, told.offset)
+    if len(body) != told.num_bytes or checksum(body) != told.checksum:
         return None
-    meta = parse_meta(header, window.take(ref.offset, header.head_bytes))
-    body = os.pread(fd, header.body_bytes, ref.offset + header.head_bytes)  # of its own: cutting it out is a copy
-    if meta is None or len(body) != header.body_bytes or checksum(body) != header.body_crc:
-        return None
-    return decode_group(meta, body)
+    return decode_group(ref, body)

@@ -2,7 +2,7 @@
 
     launcher (on the job's first node)                      agent (one task of an srun step on every node)
     ----------------------------------                      ----------------------------------------------
-                                                   <-----   {"node", "ready": true}
+                                                   <-----   {"node", "ready": true, "machine": [host, boot]}
     {"node", "do": "start", role, index, devices}  ----->   a process of its own, as on a laptop
                                                    <-----   {"node", role, index, "pid"}
     {"node", "do": "signal", role, index, number}  ----->
@@ -27,6 +27,7 @@ from typing import Any
 
 from areal_hpc.cluster.devices import visible_devices
 from areal_hpc.cluster.local import LocalLauncher
+from areal_hpc.cluster.owner import Machine
 from areal_hpc.cluster.rendezvous import address_by_mpi, address_towards
 from areal_hpc.config.load import load
 from areal_hpc.run_dir import RunDir
@@ -53,7 +54,7 @@ class Agent:
 
     def follow(self) -> None:
         """Until it is told to leave, or the launcher is gone."""
-        self.say({"ready": True})
+        self.say({"ready": True, "machine": Machine.here()})
         while self._obey():
             for ended in self.launcher.died():
                 self.say({"role": ended.role, "index": ended.index, "code": ended.code})

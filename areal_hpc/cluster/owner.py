@@ -11,10 +11,39 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 STOPPED, HANGING = "T", "D"
 """Kernel states: stopped by a signal; in a call that nothing interrupts, such as to a server that is away."""
+
+
+class Machine(NamedTuple):
+    """A kernel that runs, and the name that it gives."""
+
+    host: str
+    boot: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(socket.gethostname(), _boot())
+
+
+def namesakes(machines: Mapping[str, Machine]) -> str:
+    """Which nodes are different machines of one name, and what to do about it; empty where none are.
+
+    To an NFSv4 server such machines are one client, and each takes the other's session (RFC 8881, 2.4). And whoever
+    asks whether a process of one of them lives finds another boot on "its" host, and takes it for gone.
+    """
+    nodes: dict[str, dict[str, str]] = {}  # host -> boot -> one node
+    for node, machine in machines.items():
+        nodes.setdefault(machine.host, {})[machine.boot] = node
+    found = [f"{' and '.join(sorted(of.values()))}, all named {host}" for host, of in nodes.items() if len(of) > 1]
+    if not found:
+        return ""
+    return (
+        f"different machines have one hostname: {', '.join(found)}; give each a name of its own, or keep all but one "
+        "of them out of the job (cluster.all.exclude)"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import CUDA, NPU
+from areal_hpc.cluster.owner import Machine
 
 CONNECT_S = 5.0
 
@@ -49,6 +50,7 @@ def unreachable(host: str, port: int) -> str:
 def probe(directory: Path, host: str, port: int) -> dict[str, Any]:
     return {
         "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        "machine": Machine.here(),
         "clock_ahead_s": clock_ahead_s(directory),
         "host": host,
         "unreachable": unreachable(host, port),

@@ -25,7 +25,8 @@ from typing import IO, Any
 
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, end_in_order, last_lines
-from areal_hpc.errors import AttemptFailed
+from areal_hpc.cluster.owner import Machine, namesakes
+from areal_hpc.errors import AttemptFailed, ConfigError
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.1
@@ -113,6 +114,7 @@ class RemoteLauncher:
 
     Raises:
         AttemptFailed: they did not; names the nodes, and why as far as srun has said.
+        ConfigError: some of the nodes are different machines of one name.
     """
 
     def __init__(
@@ -140,9 +142,11 @@ class RemoteLauncher:
 
     def _wait_for_agents(self, limit_s: float) -> None:
         missing = {node for step in self._steps for node in step.nodes}
+        machines: dict[str, Machine] = {}
         deadline = time.monotonic() + limit_s
         while missing:
             for answer in self._heard(POLL_S):
+                machines[answer["node"]] = Machine(*answer["machine"])
                 missing.discard(answer["node"])
             self._require_steps()
             if time.monotonic() > deadline:
@@ -150,6 +154,8 @@ class RemoteLauncher:
                     f"waited {limit_s:g} s (limits.start_s) for the agents on {', '.join(sorted(missing))}; look into "
                     f"{self.attempt.log('step', 0).parent}"
                 )
+        if problem := namesakes(machines):
+            raise ConfigError(problem)
 
     def _heard(self, wait_s: float) -> Iterator[dict[str, Any]]:
         """What agents have said; waits ``wait_s`` seconds at most for the first."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
+from areal_hpc.routing import Routing
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,12 @@ class Architecture:
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+    @property
+    def routing(self) -> Routing | None:
+        """What records of the experts of a mixture look like."""
+        experts = self.experts
+        return None if experts is None else Routing(self.num_layers, experts.num_per_token, experts.num_experts)
 
 
 def read_architecture(directory: Path) -> Architecture:

@@ -7,7 +7,7 @@ import numpy as np
 from areal_hpc.buffer.archive import archived_steps, read_step
 from areal_hpc.buffer.chain import ChainName
 from areal_hpc.buffer.epochs import history
-from areal_hpc.buffer.records import RecordType, group_ref
+from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader, GroupFetcher, intact
 from areal_hpc.errors import DataError
 from areal_hpc.journal import Entry, Kind, entries
@@ -63,9 +63,5 @@ def _sealed(run: RunDir, chain: str) -> dict[tuple[str, int], GroupRef]:
     name = ChainName.parse(chain)
     assert name is not None, chain
     records = ChainReader(run.ring / "chains", name).poll(last=True)
-    refs = (
-        group_ref(chain, record.meta, segment=record.segment, offset=record.offset, seq=record.seq)
-        for record in records
-        if record.type is RecordType.DATA
-    )
+    refs = (record.ref(chain) for record in records if record.type is RecordType.DATA)
     return {(ref.chain, ref.ticket): ref for ref in refs}

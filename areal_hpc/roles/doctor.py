@@ -24,6 +24,7 @@ from typing import Literal
 
 from areal_hpc.cluster.containers import python_on_nodes, wrapping
 from areal_hpc.cluster.environment import in_job
+from areal_hpc.cluster.owner import Machine, namesakes
 from areal_hpc.cluster.probe import clock_ahead_s
 from areal_hpc.cluster.site import het_problem, partitions, settings
 from areal_hpc.config.cluster import Shape
@@ -209,8 +210,8 @@ def _nodes(config: Config, directory: Path) -> Iterator[Finding]:
         asked = _call([*words, "-m", "areal_hpc.cluster.probe", str(directory), str(port)], STEP_S)
     if asked.returncode:
         yield Finding(name="nodes", verdict="wrong", found=f"a step failed: {asked.stderr.strip()}", advice="see srun")
-    for line in sorted(line for line in asked.stdout.splitlines() if line.startswith("{")):
-        node = json.loads(line)
+    nodes = [json.loads(line) for line in sorted(asked.stdout.splitlines()) if line.startswith("{")]
+    for node in nodes:
         name = f"node {node['node']}"
         if node["unreachable"]:
             advice = "nodes must reach each other; ask your site's support which network to use"
@@ -219,6 +220,9 @@ def _nodes(config: Config, directory: Path) -> Iterator[Finding]:
             devices = f", devices {node['devices']}" if node["devices"] else ""
             yield Finding(name=name, verdict="ok", found=f"reaches {node['host']}, {node['cpus']} CPUs{devices}")
         yield _clock(name, node["clock_ahead_s"], f"the server of {directory}")
+    if problem := namesakes({node["node"]: Machine(*node["machine"]) for node in nodes}):
+        found, _, advice = problem.partition("; ")
+        yield Finding(name="hostnames", verdict="wrong", found=found, advice=advice)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from launched import CONFIG, until
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
-from areal_hpc.errors import AttemptFailed
+from areal_hpc.errors import AttemptFailed, ConfigError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.protocols import Launcher
 from areal_hpc.run_dir import RunDir
@@ -179,6 +180,16 @@ def test_A8_a_step_that_never_starts_is_said_at_once_with_what_slurm_said(run: R
 def test_a_node_that_does_not_answer_is_named(run: RunDir) -> None:
     with pytest.raises(AttemptFailed, match=r"waited 2 s \(limits\.start_s\) for the agents on n2; look into"):
         remote(run, 2.0, n2=["sleep", "600"])
+
+
+def test_fault_29_different_machines_of_one_name_are_refused(run: RunDir) -> None:
+    """Two agents answer from one hostname and two boots."""
+    words = {
+        node: {"node": node, "ready": True, "machine": ["cloned", boot]} for node, boot in (("n1", "a"), ("n2", "b"))
+    }
+    answering = {node: ["bash", "-c", f"echo '{json.dumps(said)}'; cat > /dev/null"] for node, said in words.items()}
+    with pytest.raises(ConfigError, match=r"one hostname: n1 and n2, all named cloned; .*cluster\.all\.exclude"):
+        remote(run, **answering)
 
 
 def test_ctrl_c_while_the_agents_come_up_leaves_none_of_them(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Mutant:
 
 def _write_batch_without_sync(self: ChainWriter, batch: Any) -> None:
     """Data and COMMIT in one go, one sync at the end."""
-    self._put(bytes(batch.data) + batch.commit)
-    self._owed = b""
+    self._put(bytes(batch.data(self._owed)) + batch.commit)
+    self._owed, self._next_seq = b"", batch.next_seq
     self._segment.newest_ticket = max(self._segment.newest_ticket, batch.newest_ticket)
 
 
@@ -65,11 +65,11 @@ def _poll_trusting_every_record(self: ChainReader, *, last: bool = False) -> lis
         header = records.parse_header(content[self._offset :], self.name.owner)
         if header is None or self._seq not in (header.seq, None):
             break
-        meta = records.parse_meta(header, content[self._offset :][: header.head_bytes])
+        meta = records.parse_meta(header, content, self._offset)
         if meta is None or header.type is RecordType.SEAL:
             break
         if header.type is not RecordType.COMMIT:
-            found.append(Found(self._segment, self._offset, header.seq, header.type, meta))
+            found.append(Found(self._segment, self._offset, header, meta))
         self._offset += header.record_bytes
         self._seq = header.seq + 1
     for record in found:
@@ -101,7 +101,8 @@ def _init_on_the_old_chain(self: ChainWriter, chains: Path, name: ChainName, seg
     assert number is not None and seq is not None
     _init(self, chains, max(old), segment_bytes)
     fd = os.open(tail.directory / segment_name(number), os.O_WRONLY)
-    self._file, self._seq = chain._File(fd, number, os.fstat(fd).st_size), seq
+    self._file = chain._File(fd, number, os.fstat(fd).st_size)
+    self._seq = self._next_seq = seq
 
 
 _write = checkpoint.write

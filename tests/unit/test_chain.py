@@ -72,7 +72,7 @@ def test_a_commit_goes_out_in_front_of_the_records_that_wait_and_alone_where_non
         return pwrite(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", logged)
-    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 20)
+    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 150)  # room for a COMMIT, and two records
     chain = new_chain(chains)
     put(chain, 0, 1, 2, 3, 4)
     assert writes == [["DATA", "DATA"], ["COMMIT", "DATA", "DATA"], ["COMMIT", "DATA"], ["COMMIT"]]
@@ -199,7 +199,7 @@ def test_the_thread_commits_by_time_and_by_bytes(chains: Path, monkeypatch: pyte
     chain.append(RecordType.DATA, 0, {})
     wait(lambda: bool(seen.extend(tickets(reader)) or seen))
     commits.stop()
-    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 100)
+    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 250)  # reached by the second record
     commits = GroupCommit(chain, commit_s=1e6, patience_s=60)
     chain.append(RecordType.DATA, 1, {}, b"x" * 99)
     chain.append(RecordType.DATA, 2, {}, b"x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from datetime import datetime
@@ -136,6 +137,17 @@ def test_each_node_of_a_job_is_probed(tmp_path: Path, commands: Path) -> None:
     reached = {one.name: one for one in found if one not in clocks}
     assert [one.verdict for one in clocks] == ["ok", "ok"]
     assert reached["node n1"].found.startswith("reaches 127.0.0.1, ")
+
+
+def test_fault_29_two_machines_of_one_name_are_wrong(tmp_path: Path, commands: Path) -> None:
+    facts = {"clock_ahead_s": 0.0, "host": "10.0.0.1", "unreachable": "", "cpus": 4, "devices": ""}
+    said = [json.dumps({"node": f"n{i}", "machine": ["cloned", f"boot-{i}"], **facts}) for i in (1, 2)]
+    command(commands, "srun", "cat <<'END'\n" + "\n".join(said) + "\nEND")
+    found = findings(config_of(tmp_path), SLURM_JOB_ID="1")["hostnames"]
+    assert (found.verdict, found.found) == (
+        "wrong",
+        "different machines have one hostname: n1 and n2, all named cloned",
+    )
 
 
 def test_a_step_that_fails_is_wrong(tmp_path: Path, commands: Path) -> None:

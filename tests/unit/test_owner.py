@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.cluster.owner import Owner, start_ticks
+from areal_hpc.cluster.owner import Machine, Owner, namesakes, start_ticks
 
 
 def me(**changes: Any) -> Owner:
@@ -65,3 +65,12 @@ def test_nothing_survives_a_reboot_of_its_host() -> None:
 
 def test_what_became_of_a_process_on_another_host_cannot_be_known() -> None:
     assert not me(host="node17", start_ticks=1, boot="another").is_gone()
+
+
+def test_fault_29_different_machines_of_one_name_are_told_apart_by_their_boots() -> None:
+    one, clone, other = Machine("node", "a"), Machine("node", "b"), Machine("other", "c")
+    assert namesakes({"n1": one, "n2": other}) == ""
+    assert namesakes({"n1": one, "n2": one}) == "", "one machine may be several nodes, as in a test of Slurm"
+    found = namesakes({"n3": clone, "n1": one, "n2": other})
+    assert found.startswith("different machines have one hostname: n1 and n3, all named node; give each a name")
+    assert Machine.here() == Machine(me().host, me().boot)

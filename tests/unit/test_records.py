@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import msgpack
@@ -14,19 +17,23 @@ from hypothesis.extra import numpy as numpy_st
 
 from areal_hpc.buffer import records
 from areal_hpc.buffer.records import (
+    COLUMNS,
     HEADER_BYTES,
+    Body,
     RecordType,
     checksum,
     decode_group,
     encode_group,
     frame,
+    group_ref,
     parse_header,
     parse_meta,
 )
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.types import Baseline, StopReason, Trajectory, TrajectoryGroup
+from areal_hpc.types import Baseline, GroupRef, StopReason, Trajectory, TrajectoryGroup
 
 OWNER = 7
+TABLE = [[name, dtype, 0] for name, dtype in COLUMNS.items()]
 
 
 def trajectory(num_tokens: int) -> Trajectory:
@@ -84,11 +91,35 @@ def read_back(stored: bytes, owner: int = OWNER) -> tuple[dict[str, object], byt
     header = parse_header(stored, owner)
     if header is None:
         return None
-    meta = parse_meta(header, stored[: header.head_bytes])
+    meta = parse_meta(header, stored)
     body = stored[header.head_bytes : header.head_bytes + header.body_bytes]
     if meta is None or checksum(body) != header.body_crc or len(body) != header.body_bytes:
         return None
     return meta, body
+
+
+TICKET = {"ticket": 8, "version": (1, 0)}
+
+
+def reference(meta: Mapping[str, Any], body: bytes = b"") -> GroupRef:
+    """What a plan has of a DATA record with this metadata."""
+    stored = frame(RecordType.DATA, 0, OWNER, {**meta, **TICKET}, body)
+    header = parse_header(stored, OWNER)
+    assert header is not None
+    found = parse_meta(header, stored)
+    assert found is not None
+    return group_ref("chain", found, handle=Body.of(header, found, 0))
+
+
+def through_a_record(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Written, read back by what the reference says of its body, which went through JSON as between ranks."""
+    meta, body = encode_group(group)
+    stored = frame(RecordType.DATA, 0, OWNER, {**meta, **TICKET}, body)
+    ref = GroupRef.from_record(json.loads(json.dumps(reference(meta, body).record())))
+    told = Body(*ref.handle)
+    found = stored[told.offset :][: told.num_bytes]
+    assert found == body and checksum(found) == told.checksum
+    return decode_group(ref, found)
 
 
 def test_checksum_is_crc32c() -> None:
@@ -111,10 +142,7 @@ def test_the_layout_on_disk_is_what_the_page_says() -> None:
 
 @given(groups)
 def test_a_group_comes_back_as_it_went_in(group: TrajectoryGroup) -> None:
-    meta, body = encode_group(group)
-    stored = read_back(frame(RecordType.DATA, 0, OWNER, meta, body))
-    assert stored is not None
-    back = decode_group(*stored)
+    back = through_a_record(group)
     assert (back.position, back.prompt_id, len(back.trajectories)) == (
         group.position,
         group.prompt_id,
@@ -180,24 +208,28 @@ def test_a_group_above_the_limit_is_refused_by_name(monkeypatch: pytest.MonkeyPa
 
 def test_metadata_that_does_not_describe_the_body_is_corrupt() -> None:
     meta, body = encode_group(TrajectoryGroup(position=4, prompt_id="", trajectories=()))
-    with pytest.raises(CorruptRecord, match="position 4"):
-        decode_group({**meta, "lengths": [3]}, body)
     with pytest.raises(CorruptRecord, match="token_ids"):
-        decode_group({**meta, "columns": [["token_ids", "<i4", 1]]}, body)
+        decode_group(reference({**meta, "lengths": [3]}), body)
+    with pytest.raises(CorruptRecord, match="position 4 do not hold 0 tokens"):
+        decode_group(reference({**meta, "columns": [["token_ids", "<i4", 0]]}), body)
+    with pytest.raises(CorruptRecord, match="position 4 do not hold 3 tokens"):
+        decode_group(reference({**meta, "lengths": [3], "columns": TABLE}), body)
     with pytest.raises(CorruptRecord, match="token_ids"):
-        decode_group({**meta, "columns": [["token_ids", "|O", 0]]}, body)
+        decode_group(reference({**meta, "columns": [["token_ids", "<i4", 1]]}), body)
+    with pytest.raises(CorruptRecord, match="token_ids"):
+        decode_group(reference({**meta, "columns": [["token_ids", "|O", 0]]}), body)
 
 
 @given(groups_of_mixtures())
 def test_experts_come_back_and_who_had_none_beside_others_that_had_has_a_record_of_nothing(
     group: TrajectoryGroup,
 ) -> None:
-    meta, body = encode_group(group)
+    body = encode_group(group)[1]
     told = [t.experts for t in group.trajectories if t.experts is not None]
     assert len(body) == group.num_tokens * (
         4 + 4 + 4 + 1 + (told[0].itemsize * int(np.prod(told[0].shape[1:])) if told else 0)
     )
-    found = decode_group(*read_back(frame(RecordType.DATA, 0, OWNER, meta, body)) or ({}, b""))
+    found = through_a_record(group)
     for one, two in zip(found.trajectories, group.trajectories, strict=True):
         np.testing.assert_array_equal(one.token_ids, two.token_ids)
         if not told:
@@ -219,7 +251,7 @@ def test_experts_of_something_else_are_corrupt(shape: list[int], column: list[ob
     meta, body = encode_group(group)
     broken = {**meta, "experts": shape, "columns": [*meta["columns"][:-1], column]}
     with pytest.raises(CorruptRecord, match="the experts of position 4 are not those of 2 tokens"):
-        decode_group(broken, body)
+        decode_group(reference(broken), body)
 
 
 def test_experts_count_in_the_size_that_a_record_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,5 +266,5 @@ def test_experts_count_in_the_size_that_a_record_may_have(monkeypatch: pytest.Mo
 def test_an_unknown_column_is_passed_over() -> None:
     """A later version may store more for each token; this one still reads what it knows."""
     meta, body = encode_group(TrajectoryGroup(position=4, prompt_id="x", trajectories=()))
-    more = {**meta, "columns": [*meta["columns"], ["entropies", "|u1", 2]]}
-    assert decode_group(more, body + b"\1\2").prompt_id == "x"
+    more = {**meta, "columns": [*TABLE, ["entropies", "|u1", 2]]}
+    assert decode_group(reference(more), body + b"\1\2").prompt_id == "x"

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from archived import group, step_with, trajectory
+from reference_steps import small_model
 
 from areal_hpc.buffer.archive import ArchiveFile
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.config.load import load
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, TrainerBackendName
 from areal_hpc.errors import CheckpointError, CorruptRecord, DataError, RunDirError
 from areal_hpc.protocols import RolloutReader
 from areal_hpc.roles.replay import replay_config, replay_run
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.roles.wiring.replay import check_replay, last_step
+from areal_hpc.routing import Routing
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
@@ -105,3 +109,44 @@ def test_steps_that_are_not_there_are_named_before_anything_begins(run: RunDir) 
 def test_a_replay_does_not_write_into_a_directory_that_is_there(run: RunDir) -> None:
     with pytest.raises(RunDirError, match="exists; give a new directory with --out"):
         replay_run(run, run.root, from_step=0, to_step=0, overrides=[], stream=io.StringIO())
+
+
+def archive_a_step_of_a_mixture(run: RunDir, step: int) -> None:
+    """Sampled by two layers that chose 2 of at least 8 experts; nothing is known of the last token."""
+    experts = np.array([[[0, 7], [1, 2]], [[255, 255], [255, 255]]], dtype=np.uint8)
+    one = replace(trajectory([1], [(5, step - 1)]), experts=experts)
+    file = ArchiveFile(WeightVersion(1, step))
+    file.add(step_with(WeightVersion(1, step), [group(2 * step, one)]))
+    file.publish(run)
+
+
+@pytest.mark.parametrize(
+    ("routing", "said"),
+    [
+        (Routing(2, 2, 7), "more than 7 experts, and model.path has 2 layers with 2 of 7 experts a token"),
+        (Routing(3, 2, 8), "2 layers with 2 experts a token, and model.path has 3 layers with 2 of 8"),
+        (Routing(2, 4, 8), "2 layers with 2 experts a token, and model.path has 2 layers with 4 of 8"),
+    ],
+    ids=["fewer experts", "more layers", "more experts a token"],
+)
+def test_records_of_another_mixture_are_an_error_of_who_chose_the_model(
+    run: RunDir, routing: Routing, said: str
+) -> None:
+    archive_a_step_of_a_mixture(run, 5)
+    for taken in (None, Routing(2, 2, 8)):
+        assert len(ReplayReader(run, taken).claim(1, WeightVersion(7, 4))) == 1
+    with pytest.raises(DataError, match=f"step 5 of .* was sampled by a mixture of {said}"):
+        ReplayReader(run, routing).claim(1, WeightVersion(7, 4))
+
+
+def test_another_mixture_is_refused_before_the_replay_begins_where_the_trainer_heeds_records(
+    run: RunDir, tmp_path: Path
+) -> None:
+    for path in run.archive.iterdir():
+        path.unlink()
+    archive_a_step_of_a_mixture(run, 1)
+    config = replayed(run, 0, 0, f"model.path={small_model(tmp_path / 'mixture', 'qwen3_moe')}", "model.maker=''")
+    check_replay(config)
+    megatron = replace(config, trainer=replace(config.trainer, backend=TrainerBackendName.MEGATRON))
+    with pytest.raises(DataError, match=r"mixture of more than 7 experts, .*; replay with the run's own model"):
+        check_replay(megatron)

@@ -96,9 +96,9 @@ def _client(process: RoleProcess, index: int, endpoint: Mapping[str, Any]) -> En
 
 
 def _routing(config: Config) -> Routing:
-    model = read_architecture(Path(config.model.path))
-    assert model.experts is not None, "a model without experts was not refused"
-    return Routing(model.num_layers, model.experts.num_per_token, model.experts.num_experts)
+    routing = read_architecture(Path(config.model.path)).routing
+    assert routing is not None, "a model without experts was not refused"
+    return routing
 
 
 def make_router(process: RoleProcess) -> Router:

@@ -8,9 +8,10 @@ from areal_hpc import checkpoint
 from areal_hpc.buffer.archive import archived_steps
 from areal_hpc.buffer.epochs import StartRecord, history, write_start
 from areal_hpc.buffer.replay import ReplayReader
-from areal_hpc.config.schema import Config, ReplayConfig
+from areal_hpc.config.schema import Config, ReplayConfig, TrainerBackendName
 from areal_hpc.errors import DataError
 from areal_hpc.journal import Journal
+from areal_hpc.pretrained.architecture import read_architecture
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.fleet import NoEngines, Run
 from areal_hpc.roles.wiring.training import TrainerSide
@@ -28,12 +29,20 @@ def make_replay_side(process: RoleProcess, parent: checkpoint.Checkpoint | None,
         write_start(process.run, process.epoch, record)
 
     return TrainerSide(
-        reader=ReplayReader(source_of(process.config.replay)),
+        reader=_reader(process.config),
         fleet=NoEngines(),
         identity={},
         journal=Journal(process.run, process.epoch),
         begin=begin,
         archiver=None,
+    )
+
+
+def _reader(config: Config) -> ReplayReader:
+    """Megatron's routers choose the recorded experts; the reference trainer's by themselves, whatever the record."""
+    megatron = config.trainer.backend is TrainerBackendName.MEGATRON
+    return ReplayReader(
+        source_of(config.replay), read_architecture(Path(config.model.path)).routing if megatron else None
     )
 
 
@@ -68,7 +77,8 @@ def last_step(config: Config) -> int:
 def check_replay(config: Config) -> None:
     """
     Raises:
-        RunDirError, CheckpointError, DataError: the other run, its checkpoint or one of the steps is not there.
+        RunDirError, CheckpointError, DataError: the other run, its checkpoint or one of the steps is not there, or
+            another mixture sampled it.
     """
     replay_origin(config.replay)
     archive = source_of(config.replay).archive
@@ -80,3 +90,5 @@ def check_replay(config: Config) -> None:
             f"{archive} lacks step {missing[0]} of steps {first} to {last} ({known}); choose other steps, or set "
             "archive.every_steps in a run that is to be replayed"
         )
+    if Path(config.model.path).is_dir():  # else it is made when the replay begins
+        _reader(config).claim(0, WeightVersion(0, first - 1))
