@@ -276,9 +276,7 @@ class GroupRef:
     truncated: tuple[bool, ...]  # cut by the token budget
     episodes: tuple[int, ...]  # branches of one episode share a number
     baseline: Baseline | None = None  # the group's
-    handle: tuple[
-        Any, ...
-    ] = ()  # how its bytes are found and checked: plain data of whoever keeps them, for nobody else
+    handle: tuple[Any, ...] = ()  # how its bytes are found and checked: plain data, for its keeper alone
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,8 @@ import torch
 from tiny_models import make_model
 
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
-from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence
+from areal_hpc.generation.embedded.sequence import Sequence
+from areal_hpc.generation.served.request import SamplingParams
 
 LIMIT_S = 60.0
 FREE = SamplingParams(max_new_tokens=20, ignore_eos=True, sampling_seed=1)

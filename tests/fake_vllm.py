@@ -57,6 +57,7 @@ class FakeLLM:
     version: str = "default"
     errored: bool = False
     failing: str = ""  # the worker's method that fails
+    hanging: str = ""  # the one that never returns
     called: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     recomputed: list[bool] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
@@ -134,6 +135,8 @@ class FakeLLM:
         self.called.append((method, args))
         if method == self.failing:
             raise Exception("Call to collective_rpc method failed: no route to host")
+        if method == self.hanging:
+            await asyncio.Event().wait()
         return [True]
 
     def shutdown(self, timeout: float) -> None:

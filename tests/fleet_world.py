@@ -40,6 +40,8 @@ class StubEngine:
         if not self.alive:
             raise GenerationError(f"{self.name} takes no connection")
 
+    async def close(self) -> None: ...
+
     async def take(self, version: int) -> None:
         if not self.alive or self.known != self.incarnation:
             raise WeightUpdateError(f"{self.name} does not answer")
@@ -114,6 +116,11 @@ class World:
     def join(self, name: str) -> StubEngine:
         self.joining.append(engine := StubEngine(name))
         return engine
+
+    def comes_back(self, engine: StubEngine) -> None:
+        """Its seat is taken again."""
+        self.away.discard(engine.name)
+        self.joining.append(engine)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -2,7 +2,8 @@
 
 component    roles
 trainer      trainer ranks, evaluator, and the launcher on its first node
-generation   engines; on the trainer's nodes with ``share_nodes`` and, besides those that join, with ``satellites``
+generation   engines; on the trainer's nodes with ``share_nodes`` and, besides those that join, with ``satellites``.
+             One that needs more GPUs than a node has spans several: a generator on the first, a part on each other
 rollout      rollout workers; without nodes of its own they are on the trainer's
 
 What only trains (a replay, an offline algorithm) has the first alone, and what only evaluates the second, with the
@@ -24,7 +25,7 @@ from areal_hpc.errors import ConfigError
 
 KEYS = {"trainer": "trainer.ranks", "generator": "generation.replicas"}
 """What says how many processes there are that need devices."""
-ROLES = {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)}
+ROLES = {"trainer": ("trainer", "evaluator"), "generation": ("generator", "part"), "rollout": ("rollout",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def components_of(config: Config) -> tuple[Component, ...]:
 
 def _roles_by_component(config: Config) -> Mapping[str, tuple[str, ...]]:
     if config.evaluation.checkpoint:
-        return {"generation": ("generator", "evaluator")}
+        return {"generation": (*ROLES["generation"], "evaluator")}
     if config.replay.run or is_offline(config.algorithm):
         return {"trainer": ROLES["trainer"]}
     together = config.cluster.share_nodes or config.cluster.shape is Shape.SATELLITES
@@ -96,8 +97,57 @@ def satellite_of(config: Config) -> Component:
 
 
 def num_devices(config: Config, role: str) -> int:
-    """Devices that one process of a role works on."""
-    return {"trainer": 1, "generator": engine_ranks(config)}.get(role, 0)
+    """Devices of its node that one process of a role works on. Raises ConfigError as ``nodes_of_engine``."""
+    if role in ROLES["generation"]:
+        return engine_ranks(config) // nodes_of_engine(config)
+    return 1 if role == "trainer" else 0
+
+
+def nodes_of_engine(config: Config) -> int:
+    """Nodes that each engine of the run's own spans: several where one has fewer GPUs than it needs.
+
+    SGLang gives each node the same number of ranks, and of pipeline stages and nodes the one divides the other.
+
+    Raises:
+        ConfigError: it cannot be spread over nodes like these; names the quantity.
+    """
+    component = next((one for one in components_of(config) if "generator" in one.roles), None)
+    ranks, gpus = engine_ranks(config), 0 if component is None else component.gpus
+    if component is None or config.cluster.shape is Shape.LOCAL or not gpus or ranks <= gpus:
+        return 1
+    needs = (
+        f"cluster.{component.name}: an engine of {ranks} ranks (generation.tensor_parallel * pipeline_parallel) needs "
+        f"more than the {gpus} GPUs of a node"
+    )
+    if component.name != "generation":
+        raise ConfigError(
+            f"{needs}, and on the trainer's nodes none spans several; lower it, or set cluster.share_nodes=false and "
+            "cluster.shape to het or split"
+        )
+    if ranks % gpus:
+        raise ConfigError(
+            f"{needs}, and they do not divide its {ranks} ranks; set generation.tensor_parallel to a multiple of "
+            f"{gpus}, or cluster.generation.gpus to a divisor of {ranks}"
+        )
+    nodes, stages = ranks // gpus, config.generation.pipeline_parallel
+    if nodes % stages and stages % nodes:
+        raise ConfigError(
+            f"{needs}, so {nodes} of them, on which {stages} stages cannot be spread evenly; set "
+            f"generation.pipeline_parallel to a multiple or a divisor of {nodes}"
+        )
+    return nodes
+
+
+def num_parts(config: Config) -> int:
+    """Processes that hold parts of engines which span several nodes, besides the engines' generators."""
+    engines = config.generation.replicas
+    return engines * (nodes_of_engine(config) - 1) if engines else 0
+
+
+def engine_of_part(config: Config, part: int) -> tuple[int, int]:
+    """The index of the engine that a part is of, and the rank of its node there: 1 and above."""
+    engine, rank = divmod(part, nodes_of_engine(config) - 1)
+    return engine, 1 + rank
 
 
 def engines_of_node(config: Config, num_gpus: int) -> int:
@@ -106,7 +156,7 @@ def engines_of_node(config: Config, num_gpus: int) -> int:
     Raises:
         ConfigError: they are too few for one.
     """
-    size = num_devices(config, "generator")
+    size = engine_ranks(config)
     if num_gpus and num_gpus < size:
         raise ConfigError(
             f"an engine needs {size} GPUs of one node, and a satellite has {num_gpus}; ask for more in "
@@ -148,17 +198,16 @@ def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str
         roles: number of processes of each role.
 
     Raises:
-        ConfigError: a node has fewer GPUs than its processes need; names what is missing.
+        ConfigError: there are too few nodes, or a node has fewer GPUs than its processes need; names what is missing.
     """
     found: dict[tuple[str, int], Seat] = {}
     for component in components_of(config):
         where = nodes[component.name]
         taken = dict.fromkeys(where, 0)
         for role in component.roles:
-            count = roles.get(role, 0)
-            needed = num_devices(config, role) if component.gpus else 0
-            for index in range(count):
-                node = where[index * len(where) // count] if count >= len(where) else where[index]
+            placed = _nodes_of_role(config, role, roles.get(role, 0), where)
+            needed = num_devices(config, role) if component.gpus and placed else 0
+            for index, node in enumerate(placed):
                 devices = tuple(range(taken[node], taken[node] + needed))
                 taken[node] += needed
                 found[role, index] = Seat(node=node, devices=devices)
@@ -171,3 +220,21 @@ def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str
                 f"{' or '.join(KEYS[role] for role in component.roles if role in KEYS and roles.get(role))}"
             )
     return found
+
+
+def _nodes_of_role(config: Config, role: str, count: int, where: Sequence[str]) -> list[str]:
+    """The node of each of a role's ``count`` processes.
+
+    Raises:
+        ConfigError: they are too few for engines that span several.
+    """
+    if role not in ROLES["generation"] or count == 0 or (span := nodes_of_engine(config)) == 1:
+        shared = count >= len(where)
+        return [where[index * len(where) // count] if shared else where[index] for index in range(count)]
+    if (needed := span * config.generation.replicas) > len(where):
+        raise ConfigError(
+            f"cluster.generation.nodes: {config.generation.replicas} engines (generation.replicas) of {span} nodes "
+            f"each need {needed}, and there are {len(where)}; ask for more, or lower generation.replicas"
+        )
+    places = [(index, 0) if role == "generator" else engine_of_part(config, index) for index in range(count)]
+    return [where[engine * span + rank] for engine, rank in places]

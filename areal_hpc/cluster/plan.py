@@ -8,14 +8,14 @@ from areal_hpc.cluster.components import (
     Component,
     components_of,
     engines_of_node,
-    num_devices,
+    nodes_of_engine,
     require_slurm,
     satellite_of,
     seats,
 )
 from areal_hpc.cluster.hetjob import FLAGS
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import model_ranks
+from areal_hpc.config.derived import engine_ranks, model_ranks
 from areal_hpc.config.schema import Config
 
 
@@ -42,7 +42,9 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
         yield from _satellites(config)
     ranks = config.trainer.ranks
     yield f"world        {ranks} trainer ranks, data parallel {ranks // model_ranks(config)}"
-    yield f"engines      {config.generation.replicas}, each on {num_devices(config, 'generator')} devices"
+    span = nodes_of_engine(config) if roles.get("part") else 1
+    over = f" of {span} nodes, its generator on the first and a part on each other" if span > 1 else ""
+    yield f"engines      {config.generation.replicas}, each on {engine_ranks(config)} devices{over}"
 
 
 def _satellites(config: Config) -> Iterator[str]:
@@ -54,7 +56,7 @@ def _satellites(config: Config) -> Iterator[str]:
     one, count = satellite_of(config), config.cluster.satellites
     yield f"satellites   {count} {'job' if count == 1 else 'jobs'} that come and go, each: {', '.join(_asked(one))}"
     engines = engines_of_node(config, one.gpus)
-    where = f" on {num_devices(config, 'generator')} GPUs each" if one.gpus else ""
+    where = f" on {engine_ranks(config)} GPUs each" if one.gpus else ""
     yield f"  {'every node':<20} {engines} {'engine' if engines == 1 else 'engines'}{where}"
 
 

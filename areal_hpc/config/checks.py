@@ -22,7 +22,7 @@ from areal_hpc.config.derived import (
     signal_lead_s,
     time_limit_s,
 )
-from areal_hpc.config.engines import OWN_ARGUMENTS
+from areal_hpc.config.engine_checks import check_delta, check_engine_ranks, check_server_args
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.lora_checks import check_lora
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
@@ -145,30 +145,6 @@ def check_attention(config: Config) -> Iterator[str]:
             "trainer.attention: flash needs trainer.backend=megatron, model.dtype=bfloat16 and "
             "trainer.parallel.context=1; set these, or trainer.attention to exact"
         )
-
-
-def check_engine_ranks(config: Config) -> Iterator[str]:
-    generation = config.generation
-    whole = generation.tensor_parallel * generation.pipeline_parallel == 1
-    if generation.backend is not EngineName.SGLANG and not whole:  # of several workers of vLLM's, one alone may fail
-        yield (
-            f"generation.backend: {generation.backend} runs the model whole here; set generation.tensor_parallel and "
-            "generation.pipeline_parallel to 1, or choose sglang"
-        )
-
-
-def check_server_args(config: Config) -> Iterator[str]:
-    if config.generation.backend is EngineName.EMBEDDED and config.generation.server_args:
-        yield "generation.server_args: the embedded engine takes none; remove them, or choose sglang or vllm"
-    for name in config.generation.server_args:
-        if instead := OWN_ARGUMENTS.get(name.lstrip("-").replace("-", "_")):
-            yield f"generation.server_args.{name}: remove it; {instead}"
-
-
-def check_delta(config: Config) -> Iterator[str]:
-    backend = config.generation.backend
-    if config.weights.delta and backend is EngineName.SGLANG:
-        yield f"weights.delta: {backend} takes whole tensors only; set it to false, or choose embedded or vllm"
 
 
 def check_algorithm_settings(config: Config) -> Iterator[str]:

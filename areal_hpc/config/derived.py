@@ -45,7 +45,8 @@ def threads_of(config: Config, num_cpus: int) -> Mapping[str, int]:
         num_cpus: those that this process may use, which is less than the machine has where a scheduler has given it a
             part: more threads would wait for each other. Deterministic training keeps what rounding depends on.
     """
-    wanted = {"trainer": config.trainer.threads, "generator": config.generation.threads}
+    generation = config.generation.threads
+    wanted = {"trainer": config.trainer.threads, "generator": generation, "part": generation}
     return wanted if config.deterministic else {role: min(number, num_cpus) for role, number in wanted.items()}
 
 

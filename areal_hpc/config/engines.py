@@ -27,7 +27,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "dtype": "set model.dtype",
     "enable_metrics": "the run reads its load there, so it is always on",
     "data_parallel_size": "set generation.replicas",
-    "dist_init_addr": "an engine runs on one node",
+    "dist_init_addr": "the run publishes where the nodes of an engine meet",
     "enable_return_routed_experts": "set model.routing_replay",
     "host": "the run listens where its processes find it",
     "logprobs_mode": "training needs log-probs of the distribution that was sampled from",
@@ -36,10 +36,10 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "max_running_requests": "set generation.max_running",
     "model": "set model.path",
     "model_path": "set model.path",
-    "master_addr": "an engine runs on one node",
+    "master_addr": "the run publishes where the nodes of an engine meet",
     "nccl_port": "the run takes ports from the kernel",
-    "nnodes": "an engine runs on one node",
-    "node_rank": "an engine runs on one node",
+    "nnodes": "set generation.tensor_parallel, and the GPUs of a node in cluster.generation",
+    "node_rank": "set generation.tensor_parallel, and the GPUs of a node in cluster.generation",
     "port": "the run takes ports from the kernel",
     "pp_size": "set generation.pipeline_parallel",
     "pipeline_parallel_size": "set generation.pipeline_parallel",
@@ -61,9 +61,11 @@ class GenerationConfig:
     replicas: int = 1
     """Engines of the run's own processes, each with the whole model; 0 leaves generation to satellites that join."""
     tensor_parallel: int = 1
-    """GPUs of one engine."""
+    """GPUs of one engine, or of one of its pipeline stages. Where an engine needs more than a node of
+    cluster.generation has, it spans as many nodes as it takes, all of their GPUs."""
     pipeline_parallel: int = 1
-    """Pipeline stages of one engine."""
+    """Pipeline stages of one engine. SGLang lets their ranks enter no weight group, so it needs
+    weights.transport=disk."""
     max_running: int = 64
     """Sequences an engine decodes at once; more wait in its queue."""
     max_requests: int = 0

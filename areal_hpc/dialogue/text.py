@@ -33,6 +33,11 @@ class Text:
             ids: list[int] = self._tokenizer.encode(text, truncation=False)
         return ids
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is spelled so; None where there is none."""
+        found = self._tokenizer.get_added_vocab().get(text)
+        return None if found is None else int(found)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         with self._lock:
             text: str = self._tokenizer.decode(

@@ -75,8 +75,8 @@ class Capacity:
 
 
 Look = Callable[[], tuple[Sequence[Engine], Collection[str]]]
-"""Engines that have joined since it was last called, and the names of all that have left and not come back. Reads
-files, so it is called in a thread."""
+"""Engines that have joined, or come back, since it was last called, and the names of all that have left and not come
+back. Reads files, so it is called in a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -310,17 +310,31 @@ class Router:
             await asyncio.sleep(self._look_s)
 
     async def _look_now(self) -> None:
-        """Take in who has joined, and give those that have left no more requests."""
+        """Take in who has joined, give those that have left no more requests, and forget them once they have none."""
         if self._look is None:
             return
         async with self._looking:
             joined, self._away = await asyncio.to_thread(self._look)
+        known = {id(member.engine) for member in self._members}
         for engine in joined:
-            self._members.append(member := _Member(engine))
-            self._put_out(member, "it has just joined")
-        for member in self._members:
-            if member.engine.name in self._away and not member.trouble:
+            if id(engine) not in known:
+                self._members.append(member := _Member(engine))
+                self._put_out(member, "it has just joined")
+        gone = [member for member in self._members if member.engine.name in self._away]
+        for member in gone:
+            if not member.trouble:
                 self._put_out(member, AWAY)
+        await self._forget([member for member in gone if not member.num_requests])
+
+    async def _forget(self, members: Sequence[_Member]) -> None:
+        if not members:
+            return
+        self._members = [member for member in self._members if member not in members]
+        held = [session for session, member in self._sessions.items() if member in members]
+        for session in held:
+            del self._sessions[session]
+        for member in members:
+            await member.engine.close()
 
     def _put_out(self, member: _Member, trouble: str) -> None:
         member.trouble = trouble

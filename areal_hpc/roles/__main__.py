@@ -18,7 +18,7 @@ from areal_hpc.roles.process import StopRequested, enter
 
 log = logging.getLogger(__name__)
 
-ROLES = ("trainer", "generator", "rollout", "evaluator")
+ROLES = ("trainer", "generator", "part", "rollout", "evaluator")
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """How often what died is started again: pure functions of the history.
 
-a generator, rollout worker or evaluator     replaced in the running attempt     limits.restarts in restart_window_s
-a trainer rank                               the next attempt of the whole run   limits.attempts without progress
-anything, with exit code 2                   a person's mistake: never
+a generator, part, rollout worker, evaluator   replaced in the running attempt     limits.restarts in restart_window_s
+a trainer rank                                 the next attempt of the whole run   limits.attempts without progress
+anything, with exit code 2                     a person's mistake: never
 """
 
 from __future__ import annotations

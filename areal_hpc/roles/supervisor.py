@@ -1,7 +1,8 @@
 """One attempt's processes, from their start to their end.
 
-start       generators, rollout workers, trainer ranks, evaluator: all at once, each finds the others by endpoint
-watch       a generator, rollout worker or evaluator that dies is replaced, within limits.restarts;
+start       generators (with their parts on further nodes, where engines span several), rollout workers, trainer ranks,
+            evaluator: all at once, each finds the others by endpoint
+watch       a generator, part, rollout worker or evaluator that dies is replaced, within limits.restarts;
             a trainer rank that dies ends the attempt; so does anybody's mistake in the configuration
 end         trainers first (they commit), then the rest, within limits.stop_s, by pid
 """
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_hpc.cluster.components import num_parts
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.config.recipes import is_offline
@@ -30,17 +32,26 @@ FINISHING = ("trainer", "evaluator")
 
 def roles_of(config: Config) -> dict[str, int]:
     """How many processes of each role a run has; a replay or an offline algorithm trains and does nothing else, and
-    `areal-hpc eval` does not train."""
+    `areal-hpc eval` does not train.
+
+    Raises:
+        ConfigError: see ``nodes_of_engine``.
+    """
     if config.evaluation.checkpoint:
-        return {"generator": config.generation.replicas, "evaluator": 1}
+        return {**_engines(config), "evaluator": 1}
     if config.replay.run or is_offline(config.algorithm):
         return {"trainer": config.trainer.ranks}
     return {
-        "generator": config.generation.replicas,
+        **_engines(config),
         "rollout": config.rollout.workers,
         "trainer": config.trainer.ranks,
         "evaluator": 1 if config.evaluation.every_steps else 0,
     }
+
+
+def _engines(config: Config) -> dict[str, int]:
+    parts = num_parts(config)
+    return {"generator": config.generation.replicas, **({"part": parts} if parts else {})}
 
 
 class Supervisor:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.cluster.components import Seat, components_of, divide, seats
+from areal_hpc.cluster.components import (
+    Seat,
+    components_of,
+    divide,
+    engine_of_part,
+    nodes_of_engine,
+    num_parts,
+    seats,
+)
 from areal_hpc.cluster.environment import Allocation, allocation
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.steps import check_command, step_commands
@@ -62,12 +70,12 @@ def test_a_plain_jobs_nodes_are_divided_in_order() -> None:
 @pytest.mark.parametrize(
     ("words", "components"),
     [
-        ((), {"trainer": ("trainer", "evaluator", "rollout"), "generation": ("generator",)}),
+        ((), {"trainer": ("trainer", "evaluator", "rollout"), "generation": ("generator", "part")}),
         (
             ("cluster.rollout.nodes=1",),
-            {"trainer": ("trainer", "evaluator"), "generation": ("generator",), "rollout": ("rollout",)},
+            {"trainer": ("trainer", "evaluator"), "generation": ("generator", "part"), "rollout": ("rollout",)},
         ),
-        (("evaluation.checkpoint=m", "model.path=m"), {"generation": ("generator", "evaluator")}),
+        (("evaluation.checkpoint=m", "model.path=m"), {"generation": ("generator", "part", "evaluator")}),
         (("replay.run=r", "evaluation.every_steps=0"), {"trainer": ("trainer", "evaluator")}),
     ],
 )
@@ -123,6 +131,86 @@ def test_seats_are_even_in_blocks_and_share_no_gpu(replicas: int, nodes: int) ->
     assert len({(seat.node, device) for seat in mine for device in seat.devices}) == replicas
     for node, count in counts.items():
         assert [device for seat in mine if seat.node == node for device in seat.devices] == list(range(count))
+
+
+SPANNING = ("generation.backend=sglang", "cluster.generation.gpus=4")
+
+
+@given(replicas=st.integers(1, 5), span=st.integers(2, 5), gpus=st.integers(1, 8), spare=st.integers(0, 3))
+def test_an_engine_larger_than_a_node_has_whole_nodes_to_itself(
+    replicas: int, span: int, gpus: int, spare: int
+) -> None:
+    config = config_of(
+        *SPANNING,
+        f"cluster.generation.gpus={gpus}",
+        f"generation.tensor_parallel={span * gpus}",
+        f"generation.replicas={replicas}",
+        f"cluster.generation.nodes={span * replicas + spare}",
+    )
+    where = {"trainer": ["t1"], "generation": [f"g{number}" for number in range(span * replicas + spare)]}
+    placed = seats(config, where, roles_of(config))
+    all_of_it = tuple(range(gpus))
+    for engine in range(replicas):
+        parts = [part for part in range(num_parts(config)) if engine_of_part(config, part)[0] == engine]
+        mine = [placed["generator", engine], *(placed["part", part] for part in parts)]
+        first = engine * span
+        assert mine == [Seat(node=f"g{first + rank}", devices=all_of_it) for rank in range(span)]
+        assert [engine_of_part(config, part)[1] for part in parts] == list(range(1, span))
+
+
+def test_the_plan_shows_which_nodes_an_engine_spans() -> None:
+    words = ("generation.tensor_parallel=8", "generation.replicas=2", "cluster.generation.nodes=4")
+    config = config_of(*SPANNING, *words)
+    lines = list(plan_lines(config, roles_of(config)))
+    here = [line.split(maxsplit=1) for line in lines if "generation-node" in line]
+    assert here == [
+        ["generation-node-0", "generator-0 on GPU 0,1,2,3"],
+        ["generation-node-1", "part-0 on GPU 0,1,2,3"],
+        ["generation-node-2", "generator-1 on GPU 0,1,2,3"],
+        ["generation-node-3", "part-1 on GPU 0,1,2,3"],
+    ]
+    said = "2, each on 8 devices of 2 nodes, its generator on the first and a part on each other"
+    assert lines[-1].split(maxsplit=1) == ["engines", said]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("generation.tensor_parallel=6",), r"more than the 4 GPUs of a node, and they do not divide its 6 ranks"),
+        (
+            ("generation.tensor_parallel=4", "generation.pipeline_parallel=3", "weights.transport=disk"),
+            "",
+        ),
+        (
+            ("generation.tensor_parallel=6", "generation.pipeline_parallel=2", "weights.transport=disk"),
+            r"so 3 of them, on which 2 stages cannot be spread evenly",
+        ),
+        (("generation.tensor_parallel=8", "generation.replicas=2"), r"2 engines .* of 2 nodes each need 4, and there"),
+    ],
+)
+def test_A25_an_engine_that_nodes_cannot_hold_is_an_error_that_names_the_quantity(
+    words: tuple[str, ...], says: str
+) -> None:
+    config = config_of("cluster.generation.nodes=3", *SPANNING, *words)
+    if not says:
+        assert sum("GPU" in line for line in plan_lines(config, roles_of(config))) == 3
+        return
+    with pytest.raises(ConfigError, match=says):
+        list(plan_lines(config, roles_of(config)))
+
+
+def test_A25_on_the_trainers_nodes_no_engine_spans_several() -> None:
+    words = ("generation.backend=sglang", "generation.tensor_parallel=8", "cluster.all.gpus=4")
+    config = config_of(*words, "cluster.share_nodes=true")
+    with pytest.raises(
+        ConfigError, match=r"cluster\.trainer: an engine of 8 ranks .* on the trainer's nodes none spans"
+    ):
+        roles_of(config)
+
+
+def test_on_one_machine_no_engine_spans_nodes() -> None:
+    config = config_of(*SPANNING, "cluster.shape=local", "generation.tensor_parallel=8")
+    assert (nodes_of_engine(config), "part" in roles_of(config)) == (1, False)
 
 
 AGENT = ["python", "-m", "areal_hpc.cluster.agent", "/run", "1"]

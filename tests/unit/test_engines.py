@@ -44,7 +44,8 @@ def test_clients_are_made_of_engines_that_are_up_and_those_that_left_are_named(t
     seat.leave()
     assert roster.look() == ([], {"generator-0"})
     come_up(2)
-    assert roster.look() == ([], set()), "the same client finds who has the seat now"
+    assert roster.look() == ([client], set()), "the same client finds who has the seat now"
+    assert roster.look() == ([], set())
     moved = client.moved()
     assert moved is not None
     assert (moved.url, moved.incarnation) == ("http://10.0.0.1:2", seat.incarnation + 1)

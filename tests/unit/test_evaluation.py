@@ -79,7 +79,7 @@ def test_in_a_slurm_job_its_engines_have_all_nodes_and_what_was_asked_for_those_
     cluster = replace(config.cluster, generation=ComponentConfig(gres="gpu:2", nodes=1), setup=("module load cuda",))
     measured = evaluation_config(replace(config, cluster=cluster), weights, None, None, num_nodes=3)
     (component,) = components_of(measured)
-    assert (component.roles, component.request.nodes, component.gpus) == (("generator", "evaluator"), 3, 2)
+    assert (component.roles, component.request.nodes, component.gpus) == (("generator", "part", "evaluator"), 3, 2)
     assert measured.cluster.setup == ("module load cuda",)
     nodes = divide(measured, [("n1", "n2", "n3")])
     placed = seats(measured, nodes, roles_of(measured))

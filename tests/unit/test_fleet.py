@@ -209,7 +209,7 @@ def test_one_that_has_left_is_not_asked_for_anything_until_its_seat_is_taken_aga
         assert not world.look()
     assert satellite.reached == reached, "its node may be gone, and to connect to it take as long as may be"
     satellite.come_back()
-    world.away.clear()
+    world.comes_back(satellite)
     assert world.look()
     world.fleet.catch_up(2, world.weights())
     assert satellite.version == 2
@@ -234,7 +234,7 @@ def test_engines_that_leave_and_come_back_within_one_publish_are_told_of() -> No
 
     def again() -> None:
         satellite.come_back()
-        world.away.clear()
+        world.comes_back(satellite)
 
     world.plan[20] = again
     assert world.publish(1) == 1
@@ -248,7 +248,7 @@ def test_and_no_longer_than_its_limit() -> None:
 
 def test_time_without_any_engine_is_counted_and_has_a_limit_where_satellites_are_awaited() -> None:
     world = World(num=0, desert_s=100.0)
-    world.join("g0")
+    satellite = world.join("g0")
     world.publish(0)
     world.look()
     assert world.fleet.deserted_s() == 0.0
@@ -256,7 +256,7 @@ def test_time_without_any_engine_is_counted_and_has_a_limit_where_satellites_are
     for _ in range(50):
         assert not world.look()
     assert world.fleet.deserted_s() == 49.0
-    world.away.clear()
+    world.comes_back(satellite)
     assert world.look()
     world.fleet.catch_up(0, world.weights())
     world.look()

@@ -27,6 +27,7 @@ from areal_hpc.config.schema import (
     RolloutConfig,
     TrainerBackendName,
     TrainerConfig,
+    TransportName,
 )
 from areal_hpc.errors import ConfigError
 
@@ -168,6 +169,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "trainer.attention: flash needs trainer.backend=megatron",
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
+    "check_engine_ranks, stages": (
+        {"generation__backend": EngineName.SGLANG, "generation__pipeline_parallel": 2},
+        "generation.pipeline_parallel: the ranks of 2 stages cannot enter one weight group of SGLang; set weights.",
+    ),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_delta": (
         {"generation__backend": EngineName.SGLANG, "weights__delta": True},
@@ -187,6 +192,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "trainer__backend": TrainerBackendName.MEGATRON,
             "generation__backend": EngineName.SGLANG,
             "generation__pipeline_parallel": 2,
+            "weights__transport": TransportName.DISK,
         },
         "generation.pipeline_parallel: one stage of an engine does not tell which experts the layers of another chose",
     ),

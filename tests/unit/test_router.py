@@ -551,14 +551,35 @@ def test_nobody_asks_one_that_has_left_whether_it_lives_until_its_seat_is_taken_
             stub.gate.set()
         world.away.add("engine-0")
         await router.generate(request("a", num=1))
-        await until(lambda: "engine-0" in router.out())
+        await until(lambda: "engine-0" not in router.outstanding())
         probed = stubs[0].probed
         await asyncio.sleep(0.05)
         assert stubs[0].probed == probed
         world.away.clear()
-        await until(lambda: not router.out())
+        world.joining.append(stubs[0])
+        await until(lambda: router.outstanding().keys() == {"engine-0", "engine-1"} and not router.out())
 
     fluctuate(scenario, num=2)
+
+
+def test_of_engines_that_have_left_nothing_is_kept_once_they_have_nothing_to_do() -> None:
+    """A run of weeks sees more of them than it has at once."""
+
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        for number in range(5):
+            running = asyncio.create_task(router.generate(request(f"r{number}", f"session-{number}")))
+            world.joining.append(satellite := Stub(f"satellite-{number}"))
+            await until(lambda: satellite.served)
+            world.away.add(satellite.name)
+            await until(lambda: satellite.name in router.out())
+            assert not satellite.closed
+            satellite.gate.set()
+            await running
+            await until(lambda: satellite.closed)
+        assert router.outstanding() == {}
+        assert router._sessions == {}
+
+    fluctuate(scenario, num=0)
 
 
 def test_a_roster_that_cannot_be_read_any_more_is_said() -> None:

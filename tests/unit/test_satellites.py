@@ -72,7 +72,7 @@ def test_the_time_limit_of_satellites_is_not_the_runs() -> None:
 
 def test_the_run_may_have_engines_of_its_own_and_a_component_of_workers() -> None:
     names = {one.name: one.roles for one in components_of(config_of("cluster.rollout.nodes=1"))}
-    assert names == {"trainer": ("trainer", "evaluator", "generator"), "rollout": ("rollout",)}
+    assert names == {"trainer": ("trainer", "evaluator", "generator", "part"), "rollout": ("rollout",)}
     config = config_of("generation.replicas=2", "cluster.all.gpus=4")
     placed = seats(config, {"trainer": ["n1"]}, roles_of(config))
     assert [placed["generator", index].devices for index in range(2)] == [(1,), (2,)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from areal_hpc.dialogue.grammar import Grammars, Matcher, grammar_of_tag
-from areal_hpc.dialogue.structural_tag import calls_tag
+from areal_hpc.dialogue.grammar import LAYOUT, Grammars, Matcher, grammar_of_tag
+from areal_hpc.dialogue.structural_tag import calls_tag, lark_of
 from areal_hpc.dialogue.tool_formats import FORMATS
 from areal_hpc.errors import DataError
 
@@ -113,6 +113,37 @@ def test_every_call_of_the_schema_can_be_made(a: int) -> None:
     matcher = GRAMMARS.matcher(structural_tag=MUST)
     taken(matcher, CALL.replace("7", str(a)))
     assert may_end(matcher)
+
+
+def test_a_marker_that_whoever_reads_the_grammar_takes_for_no_text_is_in_it_as_a_token(tmp_path: Any) -> None:
+    """As vLLM reads a tokenizer of Qwen's kind: whatever is written <so> is special to its grammars."""
+    llguidance = pytest.importorskip("llguidance")
+    make_dialogue(tmp_path, "hermes")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<tool_call>", "</tool_call>")}
+    read = llguidance.LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer))
+    assert all(map(read.is_special_token, ids.values()))
+
+    def follows(tag: str, tokens: dict[str, int], text: str) -> bool:
+        matcher = llguidance.LLMatcher(read, llguidance.LLMatcher.grammar_from_lark(lark_of(tag, LAYOUT, tokens)))
+        taken = [matcher.consume_token(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+        return all(taken) and bool(matcher.is_accepting())
+
+    for tag in (MAY, MUST):
+        assert follows(tag, ids, CALL)
+        assert follows(tag, ids, f"{CALL}\n and {CALL}")
+        assert not follows(tag, ids, CALL.replace("7", "700")), "the schema ends at 99"
+        assert not follows(tag, ids, CALL.replace("</tool_call>", ""))
+    assert follows(MAY, ids, f"Let me see.\n{CALL}")
+    assert not follows(MUST, ids, "Let me see.")
+    assert not follows(MUST, {}, CALL), "as text these tokens cannot be written, which is why they are told"
+
+
+def test_a_trigger_with_a_special_token_within_it_is_refused() -> None:
+    tag = {"structures": [{"begin": "a<think>b", "schema": {}, "end": ""}], "triggers": ["a<think>"]}
+    with pytest.raises(DataError, match="has a special token within it"):
+        lark_of(json.dumps(tag), LAYOUT, {"<think>": 7})
 
 
 def test_a_marker_that_is_one_special_token_of_the_tokenizer_is_a_trigger_as_well(tmp_path: Any) -> None:

@@ -16,8 +16,9 @@ from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.model import load_model
 from areal_hpc.generation.embedded.runner import BatchRunner
 from areal_hpc.generation.embedded.scheduler import Scheduler
-from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence, sample_seed
+from areal_hpc.generation.embedded.sequence import Sequence, sample_seed
 from areal_hpc.generation.embedded.updates import WeightUpdates
+from areal_hpc.generation.served.request import SamplingParams
 
 
 class EmbeddedEngine:

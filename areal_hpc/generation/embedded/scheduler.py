@@ -29,6 +29,7 @@ import torch
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.embedded.runner import BatchRunner
 from areal_hpc.generation.embedded.sequence import Sequence
+from areal_hpc.generation.served.request import Quarantined
 from areal_hpc.waits import ANYBODY, LEADER, waiting
 
 PREFILL_TOKENS = 4096
@@ -36,10 +37,6 @@ PREFILL_TOKENS = 4096
 PAUSE, QUARANTINE = "pause", "quarantine"
 
 T = TypeVar("T")
-
-
-class Quarantined(GenerationError):
-    """The engine missed part of a weight update."""
 
 
 class Scheduler:

@@ -19,12 +19,13 @@ from aiohttp import web
 
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
-from areal_hpc.generation.embedded.exchange import errors_as_answers, guard, need, read_body
 from areal_hpc.generation.embedded.scheduler import PAUSE, QUARANTINE
-from areal_hpc.generation.embedded.sequence import SamplingParams, Sequence
-from areal_hpc.generation.embedded.stream import HEADERS, Stream
-from areal_hpc.generation.embedded.weight_routes import ParameterRoutes, WeightRoutes
-from areal_hpc.generation.embedded.wire import answer, parse_generate
+from areal_hpc.generation.embedded.sequence import Sequence
+from areal_hpc.generation.embedded.stream import Stream
+from areal_hpc.generation.embedded.wire import answer
+from areal_hpc.generation.served.exchange import EVENTS, errors_as_answers, guard, need, read_body
+from areal_hpc.generation.served.request import SamplingParams, parse_generate
+from areal_hpc.generation.served.weight_routes import ParameterRoutes, WeightRoutes
 
 VERSION = "areal-embedded"
 MAX_BODY_BYTES = 256 * 2**20
@@ -195,7 +196,7 @@ class EngineRoutes:
 
 
 async def _send(request: web.Request, stream: Stream) -> web.StreamResponse:
-    response = web.StreamResponse(headers=HEADERS)
+    response = web.StreamResponse(headers=EVENTS)
     await response.prepare(request)
     async for event in stream:
         await response.write(event)

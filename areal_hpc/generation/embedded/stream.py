@@ -16,10 +16,9 @@ from typing import Any
 
 from areal_hpc.dialogue.text import IncrementalText, Text, without_partial_stop
 from areal_hpc.generation.embedded.sequence import Sequence
-from areal_hpc.generation.embedded.wire import GenerateRequest, answer, answer_so_far
-
-HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-DONE = b"data: [DONE]\n\n"
+from areal_hpc.generation.embedded.wire import answer, answer_so_far
+from areal_hpc.generation.served.exchange import DONE
+from areal_hpc.generation.served.request import GenerateRequest
 
 
 class ShownText:

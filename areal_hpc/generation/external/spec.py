@@ -16,6 +16,17 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one node holds of a server that spans several."""
+
+    num_nodes: int
+    node: int
+    """Its number; 0 is the one that answers requests."""
+    address: str
+    """Where its ranks meet, "host:port", on node 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
     """One server."""
 
@@ -31,6 +42,8 @@ class ServerSpec:
     """Longest sequence, prompt and answer together."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    share: Share | None = None
+    """None of a server that is whole on this node."""
     tells_experts: bool = False
     """It records which experts compute each token, for requests that ask."""
     seed: int = 0

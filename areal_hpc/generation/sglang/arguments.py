@@ -10,6 +10,7 @@ from areal_hpc.accelerator import CPU, Accelerator
 from areal_hpc.generation.external.spec import ServerSpec, own_environment, words
 from areal_hpc.generation.sglang.plugin import PLATFORM, SELECTED_BY
 
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SPARE_TOKENS = 8
 """By how much SGLang's own context length exceeds ours: it keeps the last few positions for itself."""
 
@@ -39,6 +40,9 @@ def server_arguments(spec: ServerSpec, *, port: int, internal_port: int) -> list
         "enable_metrics": True,  # what it has sampled is counted nowhere else
         "device": spec.accelerator.device,
     }
+    if spec.share is not None:
+        arguments |= {"nnodes": spec.share.num_nodes, "node_rank": spec.share.node}
+        arguments |= {"dist_init_addr": spec.share.address}
     if spec.accelerator is CPU:
         # Its default takes most of the machine's memory, which it shares with everything else.
         arguments |= {"max_total_tokens": spec.max_running * (spec.max_tokens + SPARE_TOKENS)}
@@ -46,13 +50,18 @@ def server_arguments(spec: ServerSpec, *, port: int, internal_port: int) -> list
     return words(arguments, spec.extra)
 
 
-def server_environment(inherited: Mapping[str, str], accelerator: Accelerator, temporary: Path) -> dict[str, str]:
+def server_environment(
+    inherited: Mapping[str, str], accelerator: Accelerator, temporary: Path, ranks: int = 1
+) -> dict[str, str]:
     """The server's environment, devices included: whoever started this process has chosen them.
 
     Args:
         temporary: a directory of its own, for the sockets between its processes.
+        ranks: of the server. On a CPU SGLang refuses more of them than there are NUMA nodes, unless it is told which
+            processors each of them has; it binds none to them on this platform.
     """
-    environment = own_environment(inherited, (SELECTED_BY,)) | {
+    unbound = {BINDING: "|".join(["0"] * ranks)} if accelerator is CPU and ranks > 1 else {}
+    environment = {**unbound, **own_environment(inherited, (SELECTED_BY,))} | {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health must answer while generation is paused
         "TMPDIR": str(temporary),
     }

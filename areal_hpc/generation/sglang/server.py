@@ -48,7 +48,8 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
 
 @asynccontextmanager
 async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -> AsyncIterator[ServerProcess]:
-    """A server that is up; see ``started``."""
+    """A server that is up, or a node's share of one: SGLang answers there for its health, and no requests. See
+    ``started``."""
     with (
         reserved_port(spec.host) as port,
         reserved_port(spec.host) as internal_port,
@@ -59,7 +60,9 @@ async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -
             python=python,
             module="sglang.launch_server",
             arguments=server_arguments(spec, port=port, internal_port=internal_port),
-            environment=server_environment(os.environ, spec.accelerator, Path(temporary)),
+            environment=server_environment(
+                os.environ, spec.accelerator, Path(temporary), spec.tensor_parallel * spec.pipeline_parallel
+            ),
             url=url_of(spec.host, port),
             key=spec.key,
             log=log,

@@ -27,8 +27,8 @@ from areal_hpc.dialogue.grammar import LAYOUT, grammar_of, grammar_of_tag
 from areal_hpc.dialogue.structural_tag import TEXT_TOKENS, lark_of
 from areal_hpc.dialogue.text import Text, load_text
 from areal_hpc.errors import DataError, GenerationError
-from areal_hpc.generation.embedded.sequence import SamplingParams
-from areal_hpc.generation.embedded.wire import final_text
+from areal_hpc.generation.served.request import SamplingParams
+from areal_hpc.generation.served.text import final_text
 
 LARGEST_SEED = 2**63
 """vLLM keeps seeds as signed integers of 64 bits."""
@@ -124,6 +124,8 @@ class VllmEngine:
         self.max_tokens: int = self.llm.model_config.max_model_len
         self.vocab_size: int = self.llm.model_config.get_vocab_size()
         self.paused = False
+        self.hangs = ""
+        """Why it is to end; empty while nothing is known of that kind."""
         self.quarantined = ""
         """Why it serves nothing until whole weights have come; empty if it serves."""
         self.num_generated = 0
@@ -138,7 +140,7 @@ class VllmEngine:
         self.llm.shutdown(timeout=END_S)
 
     def alive(self) -> bool:
-        return not self.llm.errored
+        return not self.llm.errored and not self.hangs
 
     def load(self) -> dict[str, int]:
         """``max_num_seqs`` run at once, the rest waits."""
@@ -175,7 +177,7 @@ class VllmEngine:
         )
         try:
             with _refusals():
-                wanted = _sampling(params, num_top)
+                wanted = _sampling(params, num_top, self._special() if params.structural_tag else {})
                 outputs = self.llm.generate(tokens_input(list(prompt)), wanted, name, priority=priority)
             async with aclosing(outputs):
                 while True:
@@ -198,11 +200,6 @@ class VllmEngine:
         forced = bool(params.json_schema or params.structural_tag)
         if (params.stop or forced) and self.text is None:
             raise DataError(f"stop strings, schemas and tags need a tokenizer, and {self.model_path} has none")
-        if params.structural_tag and (special := self._special_in(params.structural_tag)):
-            raise DataError(
-                f"the structural_tag cannot be forced: to vLLM's grammars {special[0]} is no text; leave `strict` out, "
-                "or set generation.backend to embedded or sglang"
-            )
         if not all(0 <= token_id < self.vocab_size for token_id in (*prompt, *params.stop_token_ids)):
             raise DataError(f"token ids must be in [0, {self.vocab_size})")
         if len(prompt) + params.max_new_tokens > self.max_tokens:
@@ -211,10 +208,11 @@ class VllmEngine:
                 f"{self.max_tokens} tokens; nothing is truncated, so send less or ask for less"
             )
 
-    def _special_in(self, tag: str) -> list[str]:
-        """Tokens in a tag that are written <so>, which vLLM's grammars take for special whatever they are."""
+    def _special(self) -> dict[str, int]:
+        """Tokens of the tokenizer that are written <so>, which vLLM's grammars take for special whatever they are."""
         assert self.text is not None
-        return [token for token in TEXT_TOKENS if token in tag and len(self.text.encode(token)) == 1]
+        found = {token: self.text.token_id(token) for token in TEXT_TOKENS}
+        return {token: token_id for token, token_id in found.items() if token_id is not None}
 
     async def abort(self, request_id: str | None) -> None:
         """End a request, or all; what there is of it becomes its answer."""
@@ -253,7 +251,7 @@ def _refusals() -> Iterator[None]:
         raise DataError(str(error)) from error
 
 
-def _grammar(params: SamplingParams) -> StructuredOutputsParams | None:
+def _grammar(params: SamplingParams, special: Mapping[str, int]) -> StructuredOutputsParams | None:
     """What forces an answer, as llguidance takes it from us everywhere. Raises DataError if nothing can."""
     if params.json_schema:
         grammar_of(params.json_schema)
@@ -262,11 +260,11 @@ def _grammar(params: SamplingParams) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json=laid_out)
     if params.structural_tag:
         grammar_of_tag(params.structural_tag)
-        return StructuredOutputsParams(grammar=lark_of(params.structural_tag, LAYOUT))
+        return StructuredOutputsParams(grammar=lark_of(params.structural_tag, LAYOUT, special))
     return None
 
 
-def _sampling(params: SamplingParams, num_top: int) -> VllmParams:
+def _sampling(params: SamplingParams, num_top: int, special: Mapping[str, int]) -> VllmParams:
     """The same under vLLM's names: the sampled token's log-prob comes with it, and outputs hold what is new."""
     return VllmParams(
         max_tokens=params.max_new_tokens,
@@ -281,7 +279,7 @@ def _sampling(params: SamplingParams, num_top: int) -> VllmParams:
         skip_special_tokens=params.skip_special_tokens,
         detokenize=bool(params.stop),
         seed=None if params.sampling_seed is None else params.sampling_seed % LARGEST_SEED,
-        structured_outputs=_grammar(params),
+        structured_outputs=_grammar(params, special),
         logprobs=num_top,
         output_kind=RequestOutputKind.DELTA,
     )

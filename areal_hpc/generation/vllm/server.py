@@ -3,7 +3,8 @@
     arguments   {"host": ..., "port": ..., "key": ..., "version": ..., ...}   ours, one JSON object
                 --model ... --max-model-len ...                                                   vLLM's own
 
-It ends when vLLM's engine has died, and on SIGINT. Answers have the shapes of the embedded engine's server.
+It ends when vLLM's engine has died, or hangs in a weight update, and on SIGINT. Answers have the shapes of the embedded
+engine's server.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from vllm import __version__ as vllm_version
 
 from areal_hpc.collective import unbracketed
 from areal_hpc.errors import DataError, GenerationError
-from areal_hpc.generation.embedded.exchange import errors_as_answers, guard, need, read_body, refusal
-from areal_hpc.generation.embedded.sequence import SamplingParams
-from areal_hpc.generation.embedded.stream import DONE, HEADERS
-from areal_hpc.generation.embedded.weight_routes import WeightRoutes
-from areal_hpc.generation.embedded.wire import GenerateRequest, parse_generate
+from areal_hpc.generation.served.exchange import (
+    DONE,
+    EVENTS,
+    errors_as_answers,
+    guard,
+    need,
+    read_body,
+    refusal,
+)
+from areal_hpc.generation.served.request import GenerateRequest, SamplingParams, parse_generate
+from areal_hpc.generation.served.weight_routes import WeightRoutes
 from areal_hpc.generation.vllm.engine import Progress, VllmEngine
 from areal_hpc.generation.vllm.updates import WeightUpdates
 
@@ -85,7 +92,7 @@ class EngineRoutes:
         return progress.answer(self._engine.version, self._engine.text)
 
     async def _streamed(self, request: web.Request, asked: GenerateRequest) -> web.StreamResponse:
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers=EVENTS)
         async with aclosing(self._sampled(asked)) as sampled:
             progress = await anext(sampled)  # what is refused is refused before the answer begins
             await response.prepare(request)
@@ -185,7 +192,7 @@ def main() -> None:
             await serve(engine, ours)
         finally:
             engine.close()
-        sys.exit("vLLM's engine has died; see above")
+        sys.exit(engine.hangs or "vLLM's engine has died; see above")
 
     try:
         asyncio.run(run())

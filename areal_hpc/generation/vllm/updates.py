@@ -18,6 +18,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -208,7 +209,17 @@ class WeightUpdates:
         self._engine.quarantined = ""
 
     def _await(self, action: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(action, self._loop).result()
+        """What the engine answers. One that does not in time never will, and ends, so that it is started anew.
+
+        Raises:
+            WeightUpdateError: it does not.
+        """
+        answer = asyncio.run_coroutine_threadsafe(action, self._loop)
+        if not wait([answer], self._timeout_s).done:
+            answer.cancel()
+            self._engine.hangs = f"vLLM's engine has not answered for {self._timeout_s:g} s"
+            raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
+        return answer.result()
 
     def _coming(self, call: Callable[..., list[Any]], method: str, *arguments: Any) -> None:
         """Have the workers begin what depends on others, and return when it has ended on all; they compute on."""
@@ -224,6 +235,8 @@ class WeightUpdates:
         """
         try:
             return self._await(self._engine.llm.collective_rpc(method, args=arguments))
+        except WeightUpdateError:
+            raise
         except Exception as error:  # whatever a worker raised: vLLM hands it on as a bare Exception
             raise WeightUpdateError(f"vLLM's workers could not {method.removeprefix('areal_')}: {error}") from error
 

@@ -45,6 +45,7 @@ class Roster:
     def __init__(self, process: RoleProcess) -> None:
         self._process = process
         self._joined = dict[int, EngineClient]()
+        self._here = set[int]()
 
     def first(self) -> list[EngineClient]:
         """A client for every engine of the run's own, once they are up. Each follows its engine to where it is
@@ -54,16 +55,16 @@ class Roster:
         return [_client(process, index, process.endpoint_of("generator", index)) for index in indices]
 
     def look(self) -> tuple[list[EngineClient], set[str]]:
-        """Clients of engines that have joined since the last look, and the names of all that have left since they
-        did."""
+        """Clients of engines that have come since the last look, and the names of all that have left since they did. A
+        seat that is taken again has the client that it had: it finds who sits there now."""
         attempt = self._process.attempt
         here = seats.present(attempt)
-        new = {}
         for index in sorted(here.keys() - self._joined.keys()):
             if (endpoint := read_if_listed(attempt.endpoint("generator", index))) is not None:  # else: the next time
-                new[index] = _client(self._process, index, endpoint)
-        self._joined |= new
-        return list(new.values()), {client.name for index, client in self._joined.items() if index not in here}
+                self._joined[index] = _client(self._process, index, endpoint)
+        before, self._here = self._here, here.keys() & self._joined.keys()
+        come = [self._joined[index] for index in sorted(self._here - before)]
+        return come, {client.name for index, client in self._joined.items() if index not in here}
 
 
 def _client(process: RoleProcess, index: int, endpoint: Mapping[str, Any]) -> EngineClient:

@@ -54,7 +54,8 @@ class Engine(WeightTarget, Protocol):
 
 
 Look = Callable[[], tuple[Sequence[Engine], Collection[str]]]
-"""Engines that have joined since it was last called, and the names of all that have left and not come back."""
+"""Engines that have joined, or come back, since it was last called, and the names of all that have left and not come
+back."""
 
 
 def nobody_comes_or_goes() -> tuple[Sequence[Engine], Collection[str]]:
@@ -91,7 +92,6 @@ class Fleet:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._engines, self._transport, self._run, self._look = list(engines), transport, run, look
-        self._away: Collection[str] = ()
         self._new: set[str] = set()  # who has joined, and never had the newest weights
         self._deserted_since: float | None = None
         self._deserted_s = 0.0
@@ -241,19 +241,21 @@ class Fleet:
         """Engines that have joined or whose process is another one now; what its predecessor had been told is void.
         Those that have left take no part any more."""
         membership = self._transport.membership
-        joined, self._away = self._look()
-        for engine in self._engines:
-            if engine.name in self._away and engine.name not in membership.lost:
+        joined, away = self._look()
+        for engine in [engine for engine in self._engines if engine.name in away]:
+            self._engines.remove(engine)
+            if engine.name not in membership.lost:
                 membership.dismiss(engine.name, "it has left")
-        replaced = [e for e in self._engines if e.name not in self._away and e.moved() is not None]
+            self._run(engine.close())
+        replaced = [engine for engine in self._engines if engine.moved() is not None]
         for engine in replaced:
             membership.dismiss(engine.name, "its process was replaced")
         self._engines += joined
-        self._new |= {engine.name for engine in joined}
+        self._new |= {engine.name for engine in joined} - membership.lost.keys()
         return [*replaced, *joined]
 
     def _may_return(self, engine: Engine) -> bool:
-        return engine.name in self._transport.membership.lost and engine.name not in self._away
+        return engine.name in self._transport.membership.lost
 
     def _due(self) -> list[Engine]:
         now = self._clock()

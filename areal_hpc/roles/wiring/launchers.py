@@ -40,7 +40,7 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
     gpus = {component.name: component.gpus for component in components_of(config)}
     devices = Counter[str]()
     for (role, _), seat in placed.items():
-        devices[role] += len(seat.devices)
+        devices["generator" if role == "part" else role] += len(seat.devices)
     record = {"job_id": job.job_id, "restarts": job.restarts, "after": job.after, "nodes": nodes, "gpus": gpus}
     publish_json(run.attempt(epoch).job, {**record, "devices": devices, "time": time.time()})
     agent = [python_on_nodes(config.cluster), "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]

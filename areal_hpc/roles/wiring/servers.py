@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc import accelerator
+from areal_hpc.cluster.components import engine_of_part, nodes_of_engine
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError
+from areal_hpc.roles.launches import Launch
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import token_of
 
 if TYPE_CHECKING:
     from areal_hpc.generation.external.process import ServerProcess
-    from areal_hpc.generation.external.spec import ServerSpec
+    from areal_hpc.generation.external.spec import ServerSpec, Share
 
 Load = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -62,8 +64,11 @@ KINDS: Mapping[EngineName, _Kind] = {
 
 
 @asynccontextmanager
-async def started_server(process: RoleProcess) -> AsyncIterator[tuple[ServerProcess, Load]]:
-    """This replica's server, up, and how to look at its load.
+async def started_server(process: RoleProcess, launch: Launch | None) -> AsyncIterator[tuple[ServerProcess, Load]]:
+    """This replica's server, or this node's share of one, up; and how to look at the load of a whole one.
+
+    Args:
+        launch: of a server that spans several nodes.
 
     Raises:
         GenerationError: it does not come up.
@@ -74,9 +79,11 @@ async def started_server(process: RoleProcess) -> AsyncIterator[tuple[ServerProc
         from areal_hpc.generation.vllm.process import load, serving
 
     opening = serving(
-        spec_of(process),
+        spec_of(process, launch),
         python=_interpreter(process.config),
-        log=process.attempt.log(process.config.generation.backend, process.index),
+        log=process.attempt.log(
+            f"{process.config.generation.backend}{'-part' if process.role == 'part' else ''}", process.index
+        ),
         start_s=process.config.limits.start_s,
     )
     async with opening as server:
@@ -87,28 +94,38 @@ def _interpreter(config: Config) -> str:
     return config.generation.python or sys.executable
 
 
-def seed_of(process: RoleProcess) -> int:
+def seed_of(config: Config, engine: int) -> int:
     """Replicas differ in what they sample."""
-    return process.config.seed * 1009 + process.index
+    return config.seed * 1009 + engine
 
 
-def spec_of(process: RoleProcess) -> ServerSpec:
-    """What this replica's server is started with."""
+def share_of(process: RoleProcess, launch: Launch) -> Share:
+    """This node's share of the server that ``launch`` starts."""
+    from areal_hpc.generation.external.spec import Share
+
+    node = engine_of_part(process.config, process.index)[1] if process.role == "part" else 0
+    return Share(num_nodes=nodes_of_engine(process.config), node=node, address=launch.address)
+
+
+def spec_of(process: RoleProcess, launch: Launch | None = None) -> ServerSpec:
+    """What this replica's server is started with; the shares of one are started with the same."""
     from areal_hpc.generation.external.spec import ServerSpec
 
     config = process.config
+    engine, incarnation = (launch.engine, launch.incarnation) if launch else (process.index, process.incarnation)
     return ServerSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
         host=process.host,
-        key=token_of(process, process.index, process.incarnation),
+        key=token_of(process, engine, incarnation),
         accelerator=accelerator.detect(),
         max_running=config.generation.max_running,
         max_tokens=config.model.max_tokens,
         tensor_parallel=config.generation.tensor_parallel,
         pipeline_parallel=config.generation.pipeline_parallel,
+        share=share_of(process, launch) if launch else None,
         tells_experts=config.model.routing_replay,
-        seed=seed_of(process),
+        seed=seed_of(config, engine),
         version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,
         keeps_weights=config.weights.delta,

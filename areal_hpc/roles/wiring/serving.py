@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc import accelerator
 from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import EngineName
-from areal_hpc.roles.process import RoleProcess, StopRequested
+from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import token_of
 from areal_hpc.roles.wiring.servers import seed_of, started_server
+from areal_hpc.roles.wiring.shares import ended, led, unless_stopped, watching
 
 if TYPE_CHECKING:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         max_running=config.generation.max_running,
         max_tokens=config.model.max_tokens,
         threads=threads_of(config, len(os.sched_getaffinity(0)))["generator"],
-        seed=seed_of(process),
+        seed=seed_of(config, process.index),
         version=str(config.evaluation.step),
         lora=config.model.lora,
         update_timeout_s=config.limits.weight_update_s,
@@ -104,21 +102,9 @@ class Meter:
 @asynccontextmanager
 async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     async with AsyncExitStack() as stack:
-        server, load = await _unless_stopped(process, stack.enter_async_context(started_server(process)))
-        yield ServedEngine(url=server.url, alive=server.alive, load=Meter(load).load)
-
-
-async def _unless_stopped(process: RoleProcess, coming: Coroutine[Any, Any, T]) -> T:
-    """What ``coming`` returns.
-
-    Raises:
-        StopRequested: the stop flag went up first.
-    """
-    start, stop = asyncio.create_task(coming), asyncio.create_task(process.watch_stop())
-    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if not start.done():
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-        raise StopRequested
-    return start.result()
+        launch = stack.enter_context(led(process)) if process.seat is None else None
+        over = stack.enter_context(watching(launch))
+        server, load = await unless_stopped(process, over, stack.enter_async_context(started_server(process, launch)))
+        if launch is not None:
+            stack.callback(launch.end, ended(process))  # before the server, whose end would look like a share's death
+        yield ServedEngine(url=server.url, alive=lambda: server.alive() and not over.done(), load=Meter(load).load)

@@ -10,9 +10,15 @@ from typing import Any
 from aiohttp import web
 
 from areal_hpc.errors import DataError, GenerationError, WeightUpdateError
-from areal_hpc.generation.embedded.scheduler import Quarantined
+from areal_hpc.generation.served.request import Quarantined
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+"""Headers of an answer that comes as server-sent events."""
+DONE = b"data: [DONE]\n\n"
+"""The last of them."""
 
 
 async def read_body(request: web.Request) -> Mapping[str, Any]:
