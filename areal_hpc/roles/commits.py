@@ -25,8 +25,10 @@ One atomic commit holds all state of the run. What is in it, and what is not and
                                                 the Weights & Biases id is in trackers/, made once for all attempts
     evaluations                                 nothing: a result is a file with (attempt, step). One is due where the
                                                 surviving history has no result, whatever died between save and result
-    curriculum, reward normalisers, adaptive
-    KL, moving averages, critic                 nothing: no algorithm here has such state
+    KL coefficient, where it adapts             trainer.json
+    critic and its moments                      critic.safetensors, critic_optimizer.safetensors, or critic_shards/
+    baseline of an agent in daily use           nothing: it follows from the rewards in the records of the run so far
+    curriculum, moving averages of weights      nothing: no algorithm here has such state
     endpoints, keys, caches, process groups     nothing: every attempt makes its own
 """
 
