@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_hpc.errors import ConfigError
@@ -39,6 +42,8 @@ NPU = Accelerator(
     gres="npu",
     extension="torch_npu",
 )
+NO_DEVICES = ("", "-1", "NoDevFiles")
+"""What a variable says that hides all devices; the last is Slurm's."""
 ACCELERATORS = {row.name: row for row in (CPU, CUDA, NPU)}
 REPRODUCIBLE = {
     "MKL_CBWR": "AUTO",
@@ -65,6 +70,23 @@ def detect() -> Accelerator:
     return named(device.type) if device is not None else CPU
 
 
+def detect_bound(environment: Mapping[str, str] = os.environ) -> Accelerator:
+    """``detect`` for a process that is to compute: where it was given devices, the CPU is no substitute for them.
+
+    Raises:
+        ConfigError: it was given devices and torch finds none: the node has lost them, or its driver.
+    """
+    found = detect()
+    given = [name for row in (CUDA, NPU) if environment.get(name := row.visible_devices, "") not in NO_DEVICES]
+    if found is CPU and given:
+        raise ConfigError(
+            f"{socket.gethostname()} was to compute on {' or '.join(f'{name}={environment[name]}' for name in given)}, "
+            "and torch finds no device there; leave that node out (cluster.all.exclude), or hide its devices to "
+            f"compute on the CPU: {' '.join(f'{name}=' for name in given)}"
+        )
+    return found
+
+
 def take_device(local_rank: int) -> str:
     """Make the device that is this process's the current one; its name, as torch spells it.
 
@@ -72,11 +94,11 @@ def take_device(local_rank: int) -> str:
         local_rank: number of this process among those that share the visible devices; 0 if it has them to itself.
 
     Raises:
-        ConfigError: see ``device_of``.
+        ConfigError: see ``detect_bound`` and ``device_of``.
     """
     import torch
 
-    row = detect()
+    row = detect_bound()
     if row is CPU:
         return row.device
     device = device_of(row, local_rank, torch.accelerator.device_count())

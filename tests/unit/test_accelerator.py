@@ -45,6 +45,22 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert accelerator.detect() is accelerator.CPU
 
 
+def test_fault_17_who_was_given_devices_and_finds_none_does_not_compute_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CPU)
+    for none in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"PATH": "0"}):
+        assert accelerator.detect_bound(none) is accelerator.CPU
+    said = r"was to compute on CUDA_VISIBLE_DEVICES=2,3, and torch finds no device there; leave that node out"
+    with pytest.raises(ConfigError, match=said):
+        accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "2,3"})
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="ASCEND_RT_VISIBLE_DEVICES=0"):
+        accelerator.take_device(0)
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.NPU)
+    assert accelerator.detect_bound() is accelerator.NPU
+
+
 def test_ranks_of_one_machine_take_different_devices() -> None:
     assert [accelerator.device_of(accelerator.CUDA, rank, 4) for rank in range(4)] == [
         "cuda:0",
