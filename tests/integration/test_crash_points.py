@@ -98,8 +98,9 @@ def test_chain_names_that_come_back_do_harm_without_a_crash() -> None:
         (named.writer_that_was_taken_for_dead, mutants.NO_DEDUPE),
         (named.writer_that_is_restarted_behind_a_torn_record, mutants.APPEND_TO_THE_OLD_CHAIN),
         (named.flipped_bits, mutants.NO_CHECKSUM),
+        (named.flipped_bits, mutants.NO_CHECKSUM_OF_BODIES),
     ],
-    ids=["fence", "dedupe", "new chain", "checksum"],
+    ids=["fence", "dedupe", "new chain", "checksum", "checksum of bodies"],
 )
 def test_a_scenario_made_for_a_step_passes_with_it_and_fails_without_it(
     scenario: named.Scenario, mutant: mutants.Mutant

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chain_files import LARGE, kinds_in, new_chain, put, segments, tickets
 
-from areal_hpc.buffer.chain import COMMIT_BYTES, ChainName, GroupCommit
+from areal_hpc.buffer.chain import BUFFER_BYTES, COMMIT_BYTES, ChainName, GroupCommit
 from areal_hpc.buffer.records import RecordType
 from areal_hpc.buffer.scan import ChainReader
 from areal_hpc.errors import RunDirError
@@ -302,9 +302,45 @@ def test_a_backlog_becomes_batches_that_each_are_durable_by_themselves(chains: P
     assert tickets(ChainReader(chains, chain.name)) == list(range(10))
 
 
+def test_a_segment_ends_between_records_that_wait_already(chains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers are given by then, so a SEAL takes none: the next segment goes on where the COMMIT stopped."""
+    monkeypatch.setattr("areal_hpc.buffer.chain.COMMIT_BYTES", 150)  # room for a COMMIT, and two records
+    chain = new_chain(chains, segment_bytes=1)
+    put(chain, 0, 1, 2, 3, 4)
+    chain.end()
+    found = ChainReader(chains, chain.name).poll()
+    assert [(record.segment, record.meta["ticket"], record.header.seq) for record in found] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 2, 3),
+        (1, 3, 4),
+        (2, 4, 6),
+    ]
+
+
+def test_a_record_larger_than_a_buffer_is_written_whole_and_its_memory_let_go(chains: Path) -> None:
+    chain = new_chain(chains)
+    chain.append(RecordType.DATA, 0, {}, b"small")
+    put(chain, 1, size=BUFFER_BYTES + 1)
+    put(chain, 2)
+    (path,) = chain.directory.iterdir()
+    assert [record.header.body_bytes for record in ChainReader(chains, chain.name).poll()] == [5, BUFFER_BYTES + 1, 10]
+    assert path.read_bytes().count(b"\1" * (BUFFER_BYTES + 1)) == 1
+    assert {len(buffer) for buffer in chain._spare} == {BUFFER_BYTES}
+
+
+def test_buffers_of_a_backlog_are_not_kept(chains: Path) -> None:
+    chain = new_chain(chains)
+    for ticket in range(4):
+        chain.append(RecordType.DATA, ticket, {}, bytes(COMMIT_BYTES))
+    chain.commit()
+    assert len(chain._spare) == 2
+    assert tickets(ChainReader(chains, chain.name)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("failing", range(1, 5))
 def test_a_batch_that_failed_is_written_again_with_the_same_bytes(chains: Path, failing: int) -> None:
-    """Whichever sync fails, of any of three batches that share one buffer or of the last COMMIT."""
+    """Whichever sync fails, of any of three batches or of the last COMMIT."""
     chain, half = new_chain(chains), COMMIT_BYTES // 2
     for ticket in range(5):
         chain.append(RecordType.DATA, ticket, {}, bytes([ticket + 1]) * half)
