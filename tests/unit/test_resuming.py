@@ -184,7 +184,7 @@ def test_what_cannot_go_on_says_why(slurm: Slurm, desk: Path, monkeypatch: pytes
     monkeypatch.chdir(gone)
     with pytest.raises(
         RunDirError,
-        match=rf"was begun in {desk}, which is gone; type `areal-hpc run .* --resume`",
+        match=rf"was begun in {desk}, which is gone, or not yours to enter; type `areal-hpc run .* --resume`",
     ):
         resumption(RunDir(gone / "moved/run"), ["trainer.total_steps=70"])
 
