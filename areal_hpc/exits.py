@@ -13,6 +13,7 @@ from typing import Final
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USER_ERROR: Final = 2
+EXIT_UNNEEDED: Final = 69  # EX_UNAVAILABLE: of what this would serve
 EXIT_STALLED: Final = 70  # EX_SOFTWARE
 EXIT_STOPPED: Final = 75  # EX_TEMPFAIL: start me again
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -21,6 +22,7 @@ MEANINGS: Final[Mapping[int, str]] = {
     EXIT_DONE: "done",
     EXIT_FAILED: "failed, or ended by force, or (ledger) violated; the last lines say why",
     EXIT_USER_ERROR: "a mistake to mend; the message says how",
+    EXIT_UNNEEDED: "(join, in a Slurm job) the run is out; the job rests until it is there again",
     EXIT_STALLED: "nobody got on for limits.stall_s; the message says who waited for whom",
     EXIT_STOPPED: "stopped on request, in order; the same command with --resume goes on",
     EXIT_INTERRUPTED: "interrupted before a run was begun",

@@ -108,15 +108,15 @@ def check_mode(directory: Path, group: str) -> None:
     """See that an existing run directory is as private as it is meant to be.
 
     Raises:
-        RunDirError: others may write into it, or it is another group's than ``group``; says what to do.
+        RunDirError: others may enter it, or it is another group's than ``group``; says what to do.
     """
     found = directory.stat()
-    if found.st_mode & stat.S_IWOTH:
-        raise RunDirError(f"{directory} is writable by everybody; run `chmod 700 {directory}`")
     if not group:
-        if found.st_mode & stat.S_IWGRP:
-            raise RunDirError(f"{directory} is writable by its group; run `chmod g-ws {directory}`, or set run_group")
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise RunDirError(f"{directory} is open to others; run `chmod go=,g-s {directory}`, or set run_group")
         return
+    if found.st_mode & stat.S_IRWXO:
+        raise RunDirError(f"{directory} is open to everybody; run `chmod o= {directory}`")
     if not is_shared(directory) or group_name(found.st_gid) != group:
         raise RunDirError(
             f"{directory} is not the group's; run `chgrp -R {group} {directory} && chmod -R g+rwXs {directory} && "

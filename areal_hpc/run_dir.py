@@ -125,6 +125,12 @@ class RunDir:
         return self.root / "slurm"
 
     @property
+    def satellites(self) -> Path:
+        """Jobs of engines: the output of those that were submitted with the run, who came in their place, who has
+        joined, and who rests."""
+        return self.slurm / "satellites"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

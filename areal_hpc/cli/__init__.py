@@ -14,13 +14,16 @@ and ``config`` start at once on a login node.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from areal_hpc import __version__
 from areal_hpc.cli import configuration, evidence, slurm, training, watching
 from areal_hpc.errors import ArealError, Stalled, UserError
 from areal_hpc.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STALLED, EXIT_USER_ERROR, exit_lines
+from areal_hpc.privacy import owner_of
 
 GROUPS = (training, slurm, watching, evidence, configuration)
 
@@ -36,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stalled as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_STALLED
+    except PermissionError as error:
+        print(f"areal-hpc: {_denied(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
     except (ArealError, OSError) as error:  # a full disk, a directory that may not be written
         print(f"areal-hpc: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -43,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("areal-hpc: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def _denied(error: PermissionError) -> str:
+    """What to do about a path that one may not use, such as one in the home of whoever began a group's run."""
+    if error.filename is None:
+        return f"{error}; your user may not do that here"
+    path = Path(os.fsdecode(error.filename)).absolute()
+    last = path if os.access(path, os.F_OK) else path.parent
+    closed = next((one for one in reversed(path.parents) if not os.access(one, os.X_OK)), last)
+    return (
+        f"{path}: permission denied; ask {owner_of(closed)}, who owns {closed}, to let you use it, or give the key "
+        "that names it a path of your own"
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,8 +1,9 @@
 """The door to submitit: a run as one of its jobs, with our batch script in the place of its own.
 
 submitit pickles the function that the batch script calls, names its folder by the job's id, and keeps its result; it
-knows nothing of heterogeneous jobs, so the text and the job's states are ours. The batch script's only task is the
-run's launcher. Whether the job is requeued is decided in the script: submitit's own way of it never sees a signal.
+knows nothing of heterogeneous jobs, so the text and the job's states are ours (``submitted``). The batch script's only
+task is the run's launcher. Whether the job is requeued is decided in the script: submitit's own way of it never sees a
+signal.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from areal_hpc.cluster.hetjob import Job, render
 from areal_hpc.errors import SubmissionError
 from areal_hpc.extras import optional
+
+if TYPE_CHECKING:
+    from areal_hpc.cluster.submitted import SubmittedJob
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +51,8 @@ class Launch:
         return code
 
 
-def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
-    """Hand a job to Slurm and return its id at once.
+def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> SubmittedJob:
+    """Hand a job to Slurm and return at once, with submitit's ``Job`` of it.
 
     Args:
         folder: absolute directory for the script, the pickled function and its result; made if it is not there.
@@ -62,7 +66,11 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
     from submitit.core import utils
     from submitit.slurm import slurm
 
+    from areal_hpc.cluster.submitted import SubmittedJob
+
     class Executor(slurm.SlurmExecutor):  # type: ignore[misc]  # untyped; made here, so that only this needs submitit
+        job_class = SubmittedJob
+
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             del uid
             return render(job, f"env SUBMITIT_EXECUTOR=slurm {command}")
@@ -73,7 +81,7 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
     deadline = time.monotonic() + CONTROLLER_S
     while True:
         try:
-            submitted: Any = Executor(folder / "%j", python=python).submit(launch)
+            submitted: SubmittedJob = Executor(folder / "%j", python=python).submit(launch)
         except (utils.FailedJobError, utils.FailedSubmissionError, subprocess.CalledProcessError) as error:
             if AWAY not in str(error) or time.monotonic() > deadline:
                 raise SubmissionError(f"sbatch refused the job: {error}; the script is in {folder}") from error
@@ -82,4 +90,4 @@ def submit(job: Job, launch: Launch, folder: Path, *, python: str) -> str:
         except RuntimeError as error:  # submitit finds no srun
             raise SubmissionError(f"{error}; type this on a login node of the cluster") from error
         else:
-            return str(submitted.job_id)
+            return submitted

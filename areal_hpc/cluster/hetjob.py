@@ -133,6 +133,11 @@ class Job:
     next; empty for a script that a person types."""
 
 
+def log_of(room: Path, job_id: str) -> Path:
+    """The output of a submitted job's batch script, over all its requeues; ``room`` as of ``Job``."""
+    return room / f"{job_id}.log"
+
+
 def job_of(config: Config, *, log: str, directory: Path | None = None, room: str = "") -> Job:
     """What the run asks of Slurm.
 

@@ -2,8 +2,11 @@
 
     queued(job)        squeue: is it in the queue, in which state, and why it waits
     queued_beside(...) squeue: the same, and how many tasks of arrays are in which state
+    states(jobs)       squeue, and sacct of those that the controller has forgotten: state of each component
     accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
-    cancel(job)        scancel: the whole job
+    places(jobs)       squeue: where it has each of several jobs, and whether it is held
+    cancel(jobs)       scancel: whole jobs
+    release(jobs)      scontrol: jobs that are held may start
     submit_script(...) sbatch: a script that is nothing but one
     verdict(script)    sbatch --test-only: would it take this
 
@@ -25,7 +28,10 @@ from areal_hpc.errors import SubmissionError
 ASK_S = 30.0
 NO_ANSWER = ("ontact slurm", "configuration source", "imed out")
 UNKNOWN_JOB = "Invalid job id specified"
+OVER = (UNKNOWN_JOB, "already completing or completed")
+"""What Slurm says of a job that cannot be cancelled since it has ended."""
 QUEUE_FIELDS = ("%i", "%T", "%r", "%S")
+PLACE_FIELDS = ("%i", "%T", "%Q")
 ACCOUNT_FIELDS = (
     *("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw"),
     "AllocTRES",
@@ -34,6 +40,15 @@ SEPARATOR = "|"
 UNKNOWN = ("N/A", "Unknown", "None", "")
 """What Slurm writes where it has nothing to say."""
 WENT_WELL = ("COMPLETED", "RUNNING", "PENDING")
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+"""States of a job in the queue that has no nodes (yet, or any more)."""
+FORGOTTEN = "FORGOTTEN"
+"""Our word for a job that was there and of which Slurm tells nothing any more."""
+FINAL = (
+    *("COMPLETED", "PREEMPTED", "CANCELLED", "DEADLINE", "REVOKED", "TIMEOUT", "BOOT_FAIL", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "FAILED", FORGOTTEN),
+)
+"""States of a job that is over, the better ones first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +61,15 @@ class Queued:
     """Why it waits, as Slurm calls it."""
     starts: str = ""
     """When it is expected to start, or has started; empty where Slurm does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the queue has one of several jobs."""
+
+    state: str
+    is_held: bool
+    """Whether it starts only after somebody has released it: its priority is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,18 +115,62 @@ def queued_beside(job_id: str, array_ids: Sequence[str]) -> tuple[Queued | None,
     lines = [line.strip() for line in _queue([job_id, *array_ids]).splitlines()]
     found: dict[str, dict[str, int]] = {}
     for array_id in array_ids:
-        states = Counter(line.split(SEPARATOR)[1] for line in lines if line.startswith(f"{array_id}_"))
+        own = (f"{array_id}_", f"{array_id}{SEPARATOR}")  # a satellite may also be a job of its own
+        states = Counter(line.split(SEPARATOR)[1] for line in lines if line.startswith(own))
         del states["COMPLETING"]
         if states:
             found[array_id] = dict(sorted(states.items()))
-    beside = tuple(f"{array_id}_" for array_id in array_ids)
+    beside = tuple(f"{array_id}{end}" for array_id in array_ids for end in ("_", SEPARATOR))
     return parse_queue("\n".join(line for line in lines if not line.startswith(beside))), found
 
 
-def _queue(job_ids: Sequence[str]) -> str:
+def places(job_ids: Sequence[str]) -> dict[str, Place]:
+    """Where the queue has each job, or task of an array; without those that are not there (any more).
+
+    Raises:
+        SubmissionError: Slurm does not answer.
+    """
+    rows = (line.strip().split(SEPARATOR) for line in _queue(job_ids, PLACE_FIELDS).splitlines() if line.strip())
+    return {job: Place(state=state, is_held=priority == "0") for job, state, priority in rows}
+
+
+def states(job_ids: Sequence[str]) -> dict[str, list[str]]:
+    """The state of each component of each job, also of those that are over; without those of which nobody knows.
+
+    Raises:
+        SubmissionError: Slurm does not answer.
+    """
+    found: dict[str, list[str]] = {}
+    lines = _queue(job_ids, ("%i", "%T"), "--states=all").splitlines()
+    rows = [(line.strip().partition(SEPARATOR)[0].partition("+"), line.strip()) for line in lines if line.strip()]
+    for (job, _, _), line in sorted(rows, key=lambda row: int(row[0][2] or 0)):
+        found.setdefault(job, []).append(line.partition(SEPARATOR)[2])
+    if lost := [job for job in job_ids if job not in found]:
+        for row in _accounted_if_kept(lost):
+            if not row.step:
+                newest = found.setdefault(row.job, [])
+                newest[row.component :] = [row.state]  # a later line of the same component is a later incarnation
+    return found
+
+
+def _accounted_if_kept(job_ids: Sequence[str]) -> list[Accounted]:
+    """What the accounts hold; nothing where there are none."""
+    try:
+        return accounted(job_ids)
+    except SubmissionError:
+        return []
+
+
+def folded(components: Sequence[str]) -> str:
+    """One state for a job: while any component goes on, of the first that does; then the worst."""
+    going = [state for state in components if state not in FINAL]
+    return going[0] if going else max(components, key=FINAL.index)
+
+
+def _queue(job_ids: Sequence[str], columns: Sequence[str] = QUEUE_FIELDS, *options: str) -> str:
     """squeue's lines: one for each component of a job, and for each task of an array."""
     jobs = ["--jobs", ",".join(job_ids)]
-    asked = ask(["squeue", "--noheader", "--array", *jobs, "--format", SEPARATOR.join(QUEUE_FIELDS)])
+    asked = ask(["squeue", "--noheader", "--array", *options, *jobs, "--format", SEPARATOR.join(columns)])
     if asked.returncode and UNKNOWN_JOB not in asked.stderr:
         raise SubmissionError(f"squeue failed: {asked.stderr.strip()}; try again when Slurm answers")
     return asked.stdout
@@ -186,15 +254,27 @@ def first_failure(rows: Sequence[Accounted]) -> Accounted | None:
     return min(failed, key=lambda row: (row.step in ("batch", "extern"), row.end or "~"), default=None)
 
 
-def cancel(job_id: str) -> None:
-    """Cancel a job, all of its components.
+def cancel(job_ids: Sequence[str]) -> None:
+    """Cancel jobs, all of their components; of several, each that Slurm lets go. One that has ended is no fault.
 
     Raises:
-        SubmissionError: Slurm refused, or does not answer.
+        SubmissionError: Slurm refused some, each of which it names, or does not answer.
     """
-    asked = ask(["scancel", job_id])
+    asked = ask(["scancel", *job_ids])
+    refused = [line.strip() for line in asked.stderr.splitlines() if not any(word in line for word in OVER)]
+    if asked.returncode and refused:
+        raise SubmissionError(f"scancel failed: {'; '.join(refused)}; try again when Slurm answers")
+
+
+def release(job_ids: Sequence[str]) -> None:
+    """Let jobs start that are held.
+
+    Raises:
+        SubmissionError: Slurm refused some, or does not answer.
+    """
+    asked = ask(["scontrol", "release", *job_ids])
     if asked.returncode:
-        raise SubmissionError(f"scancel failed: {asked.stderr.strip()}; try again when Slurm answers")
+        raise SubmissionError(f"scontrol release failed: {asked.stderr.strip()}; `scontrol show job` tells why")
 
 
 def submit_script(script: Path, options: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ launcher (areal-hpc run)
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from areal_hpc.config.schema import Config
 from areal_hpc.privacy import open_private
 from areal_hpc.run_dir import AttemptDir, RunDir
 
+log = logging.getLogger(__name__)
+
 Process = subprocess.Popen[bytes]
 Key = tuple[str, int]
 """A role and an index."""
@@ -38,6 +41,8 @@ LOOPBACK = "127.0.0.1"
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 NO_OWN_VARIABLES: Mapping[Key, Mapping[str, str]] = MappingProxyType({})
 KILL_RESERVE_S = 2.0
+KILLED_S = 10.0
+"""Longest time that a process which was killed is waited for: one that hangs in the kernel ends when it can."""
 POLL_S = 0.1
 
 
@@ -194,4 +199,13 @@ def _wait_or_kill(process: Process, deadline: float, at_once: Callable[[], bool]
         with suppress(subprocess.TimeoutExpired):
             return process.wait(POLL_S)
     os.killpg(process.pid, signal.SIGKILL)  # the role leads a session of its own: what it started there goes with it
-    return process.wait()
+    try:
+        return process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        log.critical(
+            "process %d was killed and has not ended in %g s: it hangs in the kernel, in a call to a device or a file "
+            "system that does not answer, and ends with that; until then its node is not free",
+            process.pid,
+            KILLED_S,
+        )
+        return -signal.SIGKILL

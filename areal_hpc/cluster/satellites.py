@@ -6,8 +6,9 @@
 Pure functions, as in ``hetjob``; ``sbatch/satellites.sbatch`` is their golden file. Slurm warns every process of the
 job before its time limit and when it pre-empts it, and the engines leave. What is pre-empted Slurm requeues by itself.
 Where a site does not requeue, and at the time limit anywhere, the script sees to it that a satellite comes again: in
-the same job, or in a new one. Each has one successor at most, and none once the run has ended, so that there are never
-more of them than were asked for.
+the same job, or in a new one. So it does with one that nobody needs now, since the run itself is out: that comes again
+held, and the run lets it go when it is there again (``resting`` of the roles). Each has one successor at most, and none
+once the run has ended, so that there are never more of them than were asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, Job, options_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
+from areal_hpc.exits import EXIT_UNNEEDED
 from areal_hpc.privacy import umask_for
 
 ME = """\
@@ -29,19 +31,19 @@ me=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 """
 REQUEUE = """\
-# The one place that has this satellite come again, once.
+# The one place that has this satellite come again, once: by `requeue`, or held, by `requeuehold`.
 asked=""
 again() {
   [ -z "$asked" ] || return 0
-  asked=$(patiently scontrol requeue "$me" && echo requeued)
+  asked=$(patiently scontrol "$1" "$me" && echo "$1")
 }
 """
 SUBMIT = """\
-# The one place that has this satellite come again, once: as a new job.
+# The one place that has this satellite come again, once: as a new job, and held with `--hold`.
 asked="" words=("$@")
 again() {{
   [ -z "$asked" ] || return 0
-  asked=$(patiently sbatch --parsable ${{SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID}} "$0" "${{words[@]}}")
+  asked=$(patiently sbatch --parsable ${{SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID}} "$@" "$0" "${{words[@]}}")
   asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
 {record}
   echo "areal-hpc: $me is over, and job $asked serves the run in its place"
@@ -49,14 +51,15 @@ again() {{
 """
 RECORD = """\
   echo "$asked" >{room}/task-"${{SLURM_ARRAY_TASK_ID:-0}}"
+  [ $# -eq 0 ] || mv {room}/resting-"$me" {room}/resting-"$asked${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
 """
-"""Where status and stop look for the newest job of each task."""
+"""Where status and stop look for the newest job of each task, and the run for those that it is to let go."""
 SCRIPT = """\
 # Slurm tells every process of the job when to leave; this shell only when it ends the job, and then why it does.
 ended=""
 ends_now() {{
   ended=yes
-  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && again
+  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && {again}
 }}
 trap ends_now TERM
 {command} &
@@ -64,8 +67,10 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done
 wait "$run"
 code=$?
-# Its time is over, and the run goes on; or it was still coming up, and did not hear.
-if [ -z "$ended" ] && {{ [ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ]; }}; then {again}; fi
+[ -z "$ended" ] && case "$code" in
+  {stopped} | {unheard}) {again} && {then} ;;  # its time is over, and the run goes on; or it did not hear yet
+  {unneeded}) {rest} && {then} ;;  # the run is out, and lets it go when it is there again
+esac
 exit "$code"
 """
 
@@ -109,12 +114,15 @@ def render_satellite(job: Job, command: str) -> str:
     """The batch script of each satellite.
 
     Args:
-        command: exit code ``EXIT_STOPPED`` means that it was told to leave a run that goes on.
+        command: exit code ``EXIT_STOPPED`` means that it was told to leave a run that goes on, ``EXIT_UNNEEDED`` that
+            the run is out.
     """
     head = "#!/bin/bash\n" + "\n".join(f"#SBATCH {option}" for option in options_of(job, 0))
     setup = ["\n".join(job.setup)] if job.setup else []
-    again = "again && sleep 60" if job.requeue else "again && code=0"  # Slurm ends a script that it requeues meanwhile
-    script = SCRIPT.format(command=command, again=again, cut_off=CUT_OFF[job.requeue], **CODES)
+    again = ("again requeue", "again requeuehold") if job.requeue else ("again", "again --hold")
+    then = "sleep 60" if job.requeue else "code=0"  # Slurm ends a script that it requeues meanwhile
+    ways = {"again": again[0], "rest": again[1], "then": then, "cut_off": CUT_OFF[job.requeue]}
+    script = SCRIPT.format(command=command, **ways, **CODES, unneeded=EXIT_UNNEEDED)
     parts = [head, f"umask {job.umask:03o}", PATIENTLY, *setup, ME, _again(job), script]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

@@ -140,8 +140,9 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     """The container of the processes on the nodes."""
     mpi: str = ""
-    """PMI through which the nodes of a step find each other by MPI, such as "pmix" or "pmi2" (srun --mpi=list), and
-    prove that they reach each other before anything starts; needs mpi4py. Empty: by the address that Slurm tells."""
+    """PMI through which the nodes of a step find each other by MPI (srun --mpi=list), and prove that they reach each
+    other before anything starts: "pmix" for Open MPI, "pmi2" for MPICH and its kin; needs mpi4py, which must find the
+    library. Empty: by the address that Slurm tells."""
     python: str = ""
     """Python interpreter on the nodes; empty is the one that submits, or in a container `python`."""
 

@@ -52,10 +52,11 @@ class LimitsConfig:
     attempts: int = 3
     """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
     join_s: float = 86400.0
-    """Longest time without any engine where satellites are to bring them, their time in the queue included; as long no
-    other limit counts."""
-    rejoin_s: float = 1800.0
-    """Longest time that a satellite waits for the run, or its next attempt, before it gives its nodes back."""
+    """Longest time without any engine where satellites are to bring them; as long no other limit counts. The only limit
+    that counts time in Slurm's queue: the trainer's nodes stand idle meanwhile, and cost as much as at work."""
+    rejoin_s: float = 300.0
+    """Longest time that a satellite waits for the run, or its next attempt, before it gives its nodes back. Its Slurm
+    job then rests in the queue, held, until the run is there again and lets it go; outside of Slurm it ends."""
     checkpoint_s: float = 1800.0
     """Longest time for writing a checkpoint: who waits for it gives up, and the watchdog calls the trainer stuck."""
     quiet_s: float = 25.0

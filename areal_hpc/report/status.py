@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from areal_hpc.cluster.jobs import WAITS
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import read_if_listed
 from areal_hpc.report.files import configuration
@@ -16,7 +17,8 @@ from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
 from areal_hpc.roles import seats
 from areal_hpc.roles.heartbeat import watch_pulses
-from areal_hpc.roles.job import WAITS, JobView, batch_log, look, works_outside
+from areal_hpc.roles.job import JobView, batch_log, look, works_outside
+from areal_hpc.roles.resting import resting
 from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.run_dir import AttemptDir, RunDir
@@ -41,7 +43,7 @@ def status_lines(
     job_row = {} if job is None else {"job": job.text()}
     if not attempts:
         rows = {"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row}
-        return _aligned({**rows, **_satellites([], job)})
+        return _aligned({**rows, **_satellites(run, [], job)})
     config = configuration(run)
     total_steps = config.get("trainer", {}).get("total_steps")
     trains = not config.get("evaluation", {}).get("checkpoint")
@@ -60,7 +62,7 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
-            **_satellites([seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
+            **_satellites(run, [seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -110,12 +112,14 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
     return {"processes": "; ".join(texts) or "none has come up yet"}
 
 
-def _satellites(present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
+def _satellites(run: RunDir, present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
     """The engines that have joined, who holds their seats, and what Slurm says of the jobs that bring more."""
     joined = [_seat_text(seat) for seat in present]
     texts = [f"joined: {', '.join(joined)}"] if joined else []
     for array_id, tasks in job.satellites.items() if job is not None else ():
         texts.append(f"array {array_id}: " + ", ".join(f"{number} {state}" for state, number in tasks.items()))
+    if rest := resting(run):
+        texts.append(f"{', '.join(rest)} held until the run is there again")
     return {"satellites": "; ".join(texts)} if texts else {}
 
 

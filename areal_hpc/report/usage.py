@@ -45,9 +45,10 @@ class AttemptUse:
     ending: str
 
     def text(self) -> str:
+        if not self.job_id:
+            return f"not in a job, {self.ending}"
         again = f", requeue {self.restarts}" if self.restarts else ""
-        where = f"job {self.job_id}{again}" if self.job_id else "not in a job"
-        return f"{where}, {duration(self.seconds)}, {self.ending}"
+        return f"job {self.job_id}{again}, {duration(self.seconds)}, {self.ending}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ class Usage:
         held_s = sum(one.seconds for one in self.attempts)
         steps_s = told["seconds"] or 0.0
         busy_s = steps_s * (1 - (told["wait_share"] or 0.0))
-        tokens, total = told["tokens_trained"] or 0.0, sum(gpu_hours.values())
+        tokens = told["tokens_trained"] or 0.0
+        total = sum(gpu_hours.values()) if held_s else 0.0  # of a run outside of Slurm only the satellites' are known
         return {
             "node_hours": node_hours,
             "gpu_hours": gpu_hours,
@@ -98,15 +100,16 @@ class Usage:
 
 
 def usage_of(run: RunDir, summary: Summary, *, ask: bool) -> Usage | None:
-    """What the attempts of a run have used; None of one that was never in a Slurm job.
+    """What the attempts of a run have used; None of one with which Slurm has had nothing to do.
 
     Args:
         ask: ask Slurm's accounts, once, for energy and for what a launcher could not tell any more. Where there are
             none the files alone speak.
     """
-    if not (jobs := jobs_of(run)):
-        return None
+    jobs = jobs_of(run)
     beside = [job for job in satellite_jobs(run) if job not in jobs]  # engines may also join in the run's own job
+    if not jobs and not beside:
+        return None
     try:
         rows = accounted([*jobs, *beside]) if ask else []
     except SubmissionError:

@@ -31,6 +31,7 @@ from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.guard import Guard
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
+from areal_hpc.roles.resting import Recall
 from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.watchdog import Watchdog
@@ -159,9 +160,11 @@ class Attempts:
             self.console.feed([])
 
         guard = Guard(self.run.root, config.limits.stall_s, lambda: launcher.stop(0.0), exit_code=EXIT_STALLED)
+        recall = Recall(self.run, epoch)
 
         def stop() -> bool:
             guard.beat()
+            recall.look()
             return is_asked_to_stop(attempt, self.signals)
 
         def at_once() -> bool:

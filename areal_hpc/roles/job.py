@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.cluster.hetjob import log_of
 from areal_hpc.cluster.jobs import (
+    WAITS,
     Accounted,
     Queued,
     accounted,
@@ -26,6 +28,7 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import create_exclusive, make_private_directory, names_in, read_if_listed
+from areal_hpc.roles.resting import resting
 from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
 from areal_hpc.run_dir import RunDir
 
@@ -35,8 +38,6 @@ SUCCESSOR = re.compile(r"task-\d+")
 """Where the script of a satellite tells which job comes in its place (satellites.py)."""
 JOINED = re.compile(r"joined-(\d+)(?:_\d+)?")
 """What a job leaves that joins with its engines; of an array, each of its tasks."""
-WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-"""States of a job in the queue that has no nodes (yet, or any more)."""
 
 
 def jobs_of(run: RunDir) -> list[str]:
@@ -76,7 +77,7 @@ def newest_submission(run: RunDir) -> Submission | None:
 
 def batch_log(run: RunDir, job_id: str) -> Path:
     """The output of a submitted job's batch script, over all its requeues."""
-    return run.slurm / f"{job_id}.log"
+    return log_of(run.slurm, job_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def look(run: RunDir) -> JobView | None:
     jobs = jobs_of(run)
     if not jobs:
         return None
-    job_id, beside = jobs[-1], satellites_of(run)
+    job_id, beside = jobs[-1], _beside(run)
     try:
         found, tasks = queued_beside(job_id, beside) if beside else (queued(job_id), {})
     except SubmissionError as error:
@@ -149,11 +150,6 @@ def look(run: RunDir) -> JobView | None:
     return replace(view, is_over=True, ended=last_incarnation(rows))
 
 
-def satellites_dir(run: RunDir) -> Path:
-    """Output of the jobs of engines that were submitted with a run, who has come in their place, and who has joined."""
-    return run.slurm / "satellites"
-
-
 def submitted_satellites(run: RunDir) -> str:
     """The array of satellites that was submitted last; empty if there is none."""
     return next(reversed(_submitted_arrays(run)), "")
@@ -162,21 +158,28 @@ def submitted_satellites(run: RunDir) -> str:
 def satellites_of(run: RunDir) -> list[str]:
     """That array and, where a site does not requeue, those that its tasks have submitted in their place."""
     first = submitted_satellites(run)
-    directory = satellites_dir(run)
+    directory = run.satellites
     names = names_in(directory) if first and directory.is_dir() else []
     told = {read_if_listed(directory / name) or 0 for name in names if SUCCESSOR.fullmatch(name)}
     return [first, *(str(job) for job in sorted(told) if job > int(first))] if first else []
 
 
+def _beside(run: RunDir) -> list[str]:
+    """Those, and others that rest until the run is there again: somebody typed them."""
+    own = satellites_of(run)
+    typed = {job.partition("_")[0] for job in resting(run)}
+    return [*own, *sorted(typed.difference(own), key=int)]
+
+
 def note_satellite(run: RunDir, job: str) -> None:
     """Leave on record that a job has engines for the run: what it costs is asked by that, its waiting included."""
     make_private_directory(run.slurm)
-    create_exclusive(make_private_directory(satellites_dir(run)) / f"joined-{job}", b"")
+    create_exclusive(make_private_directory(run.satellites) / f"joined-{job}", b"")
 
 
 def satellite_jobs(run: RunDir) -> list[str]:
     """The ids of all jobs, or arrays, that have had engines for the run."""
-    names = names_in(satellites_dir(run)) if satellites_dir(run).is_dir() else []
+    names = names_in(run.satellites) if run.satellites.is_dir() else []
     return sorted({found[1] for name in names if (found := JOINED.fullmatch(name))}, key=int)
 
 
@@ -236,7 +239,7 @@ def stop_submitted(
     timeout_s: float,
     *,
     ask: Callable[[RunDir], JobView | None] = look,
-    end: Callable[[str], None] = cancel,
+    end: Callable[[Sequence[str]], None] = cancel,
     stop: Callable[[RunDir, float], str] = stop_run,
 ) -> str:
     """Have a run end, wherever it is: one that works writes a checkpoint first; one that waits in Slurm's queue leaves
@@ -248,8 +251,10 @@ def stop_submitted(
     """
     view = None if works_outside(run) else ask(run)
     said = _stop_job(run, timeout_s, view, end, stop)
-    for array_id in view.satellites if view is not None else ():
-        end(array_id)
+    arrays = list(view.satellites) if view is not None else []
+    rest = [job for job in resting(run) if job.partition("_")[0] not in arrays]
+    if arrays or rest:
+        end([*arrays, *rest])
     return said
 
 
@@ -257,7 +262,7 @@ def _stop_job(
     run: RunDir,
     timeout_s: float,
     view: JobView | None,
-    end: Callable[[str], None],
+    end: Callable[[Sequence[str]], None],
     stop: Callable[[RunDir, float], str],
 ) -> str:
     if view is None or (view.queued is None and not view.is_over):
@@ -265,14 +270,14 @@ def _stop_job(
     if view.queued is None:
         return f"over; job {view.text()}"
     if view.queued.state in WAITS:
-        end(view.job_id)
+        end([view.job_id])
         return f"job {view.job_id} was waiting in the queue and is cancelled"
     state = _state_in(run, view.job_id)
     if state in ALIVE:
         return stop(run, timeout_s)
     if state in ("finished", "failed"):  # the job is about to end as well
         return state
-    end(view.job_id)
+    end([view.job_id])
     return f"job {view.job_id} was between two attempts and is cancelled"
 
 

@@ -6,6 +6,8 @@
                 not end (``eviction``); the trainer's heart beats
     leave       SIGTERM: seats are left, requests under way end or are asked anew of others, engines end
     again       the attempt is over and the run is not: the same for the next one
+    rest        none comes for limits.rejoin_s: in a Slurm job the nodes are given back, and the job is held until the
+                run is there again (``resting``); so it is after engines that died too often, until the next attempt
 
 Nothing of the run hangs on this process: whatever becomes of it and its node, the run goes on. What it may do is what
 the run directory lets it: whoever can read the run's secret may serve the run.
@@ -32,11 +34,11 @@ from areal_hpc.cluster.rendezvous import address_towards
 from areal_hpc.config.derived import engine_ranks, takes_satellites, threads_of
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, LimitsConfig
-from areal_hpc.errors import ConfigError, DataError, RunDirError
-from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
+from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
+from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED, EXIT_UNNEEDED
 from areal_hpc.fs import names_in, read_json, wait_for
 from areal_hpc.privacy import is_secret
-from areal_hpc.roles import seats
+from areal_hpc.roles import resting, seats
 from areal_hpc.roles.eviction import Eviction
 from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
 from areal_hpc.roles.job import note_satellite
@@ -124,7 +126,8 @@ def join_run(
         wait_s: longest time for an attempt to come; None is the run's own ``limits.rejoin_s``.
 
     Returns:
-        EXIT_DONE when the run has ended, EXIT_STOPPED when this process was told to leave one that goes on.
+        EXIT_DONE when the run has ended, EXIT_STOPPED when this process was told to leave one that goes on. In a Slurm
+        job, EXIT_UNNEEDED when no attempt came in time, or an engine died too often: the job is to rest.
 
     Raises:
         RunDirError, ConfigError, DataError: the run cannot be joined, or not from here.
@@ -134,6 +137,25 @@ def join_run(
     run, job = RunDir.open(root, waiting=True), job_of(environment)
     if job:
         note_satellite(run, job)
+        resting.forget(run, job)  # it has been let go
+    try:
+        return _serve(run, job, num_engines, after, environment, wait_s=wait_s)
+    except (WaitTimeout, RoleDied) as error:
+        if not job:
+            raise
+        past = newest_epoch(run) if isinstance(error, RoleDied) else after
+        log.warning("%s", error)
+        log.warning(
+            "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past + 1
+        )
+        resting.rest(run, job, past)
+        return EXIT_UNNEEDED
+
+
+def _serve(
+    run: RunDir, job: str, num_engines: int | None, after: int, environment: Mapping[str, str], *, wait_s: float | None
+) -> int:
+    """Serve one attempt after the other."""
     with Signals(from_scheduler=bool(job)) as signals:
         while standing := _next_standing(run, after, wait_s, signals):
             if standing.attempt is None:
@@ -162,9 +184,18 @@ def standing_of(run: RunDir, after: int) -> Standing | None:
     state, _ = state_of(run, attempt.epoch)
     if state not in (*ALIVE, "stopped") or (state == "stopped" and attempt.stop_request.name in names_in(attempt.root)):
         return Standing(state=state)
-    # The trainer comes up when the launcher has written what all others read.
-    is_up = attempt.endpoint("trainer", 0).name in names_in(attempt.endpoints)
-    return Standing(state=state, attempt=attempt) if is_up and _works(run, attempt) else None
+    return Standing(state=state, attempt=attempt) if _is_up(attempt) and _works(run, attempt) else None
+
+
+def _is_up(attempt: AttemptDir) -> bool:
+    """The trainer comes up when the launcher has written what all others read."""
+    return attempt.endpoint("trainer", 0).name in names_in(attempt.endpoints)
+
+
+def _comes_up(run: RunDir, after: int) -> bool:
+    """Whether there is an attempt to serve that is not ready yet."""
+    attempt = run.newest_attempt() if run.attempts.is_dir() else None
+    return attempt is not None and attempt.epoch > after and _works(run, attempt) and not _is_up(attempt)
 
 
 def _works(run: RunDir, attempt: AttemptDir) -> bool:
@@ -181,15 +212,29 @@ def _next_standing(run: RunDir, after: int, wait_s: float | None, signals: Signa
     """
     limits = load([run.config], []).limits if run.config.is_file() else LimitsConfig()
     limit_s = limits.rejoin_s if wait_s is None else wait_s
-    answer = wait_for(
-        f"an attempt of {run.root} to work",
-        lambda: signals.count or standing_of(run, after),
-        limit_s,
-        LOOK_S,
-        party="the run's launcher",
-        hint="start the run, or submit it; --wait or limits.rejoin_s allow for a longer time in the queue",
-    )
-    return answer if isinstance(answer, Standing) else None
+
+    def known() -> Standing | int | None:
+        return signals.count or standing_of(run, after)
+
+    while True:
+        answer = wait_for(
+            f"an attempt of {run.root} to work",
+            lambda: known() or _comes_up(run, after),
+            limit_s,
+            LOOK_S,
+            party="the run's launcher",
+            hint="start the run, or submit it; --wait or limits.rejoin_s allow for a longer time in the queue",
+        )
+        if answer is not True:
+            return answer if isinstance(answer, Standing) else None
+        wait_for(  # a large model takes its time, which is none in which nobody is needed
+            f"the trainer of {run.root} to come up",
+            lambda: known() or not _comes_up(run, after),
+            limits.start_s,
+            LOOK_S,
+            party="trainer-0",
+            hint="its log says why; limits.start_s allows for more",
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.job import JobView, ended_with, refuse_queued
 from areal_hpc.roles.preparation import prepare
+from areal_hpc.roles.resting import dismiss
 from areal_hpc.roles.stopping import Signals, refuse_living_owner
 from areal_hpc.run_dir import RunDir
 
@@ -122,11 +123,15 @@ def run_local(
             _report_failed(run)
             warned = isinstance(failure, RoleDied) and _is_told_by_slurm(config, signals)
             if not (warned and committed_a_step(run, newest_epoch(run))):
+                dismiss(run)
                 raise
             log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
     report_run(run)
-    return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+    code = EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
+    if code != EXIT_STOPPED:
+        dismiss(run)
+    return code
 
 
 def _refuse_job(config: Config, run: RunDir) -> JobView | None:

@@ -7,6 +7,7 @@ directory       the one it was begun in, since modules of rewards and tasks may 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,9 @@ def _recorded(run: RunDir) -> tuple[Path, Mapping[str, Any]]:
 
 def _directory(run: RunDir, told: Mapping[str, Any]) -> Path:
     directory = Path(told.get("directory", Path.cwd()))
-    if not directory.is_dir():
+    if not (os.access(directory, os.X_OK) and directory.is_dir()):
         raise RunDirError(
-            f"{run.root} was begun in {directory}, which is gone; type `areal-hpc run {run.config} --resume`, or "
-            "`submit`, where the modules are that it needs"
+            f"{run.root} was begun in {directory}, which is gone, or not yours to enter; type `areal-hpc run "
+            f"{run.config} --resume`, or `submit`, where the modules are that it needs"
         )
     return directory

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_hpc.buffer.epochs import newest_epoch
 from areal_hpc.cluster.components import components_of, engines_of_node, require_slurm, satellite_of, seats
@@ -40,7 +41,7 @@ from areal_hpc.roles.job import (
     ended_with,
     newest_submission,
     refuse_queued,
-    satellites_dir,
+    satellites_of,
     submission_of,
     submitted_satellites,
     works_outside,
@@ -50,16 +51,24 @@ from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from areal_hpc.cluster.submitted import SubmittedJob
+
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
     """A job in Slurm's queue."""
 
-    job_id: str
+    job: SubmittedJob
+    """submitit's, to wait for, ask and cancel from a program or a notebook (``cluster.submitted``)."""
     run: RunDir
     log: Path
     satellites: str = ""
     """The array of jobs beside it, in the shape ``satellites``."""
+
+    @property
+    def job_id(self) -> str:
+        return str(self.job.job_id)
 
     def lines(self) -> list[str]:
         """What ``areal-hpc submit`` prints."""
@@ -100,11 +109,12 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
     try:
         publish(this.config, dump(config).encode())
         with umask_of(config.run_group):  # of submitit's files, and of the job's output
-            job_id = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
+            submitted = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
     except BaseException:
         record.unlink()
         raise
     submitter = Owner.this_process().record() | whence()
+    job_id = str(submitted.job_id)
     told = {"job_id": job_id, "satellites": "", "submitter": submitter, "after": newest}
     publish_json(record, told)  # from here on the job is there, whatever becomes of its satellites
     try:
@@ -114,7 +124,7 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         raise
     if satellites:
         publish_json(record, {**told, "satellites": satellites})
-    return Submitted(job_id, run, batch_log(run, job_id), satellites)
+    return Submitted(submitted, run, submitted.paths.stdout, satellites)
 
 
 def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, before: JobView | None) -> str:
@@ -125,9 +135,9 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
     """
     if config.cluster.shape is not Shape.SATELLITES:
         return ""
-    if before is not None and before.satellites:
+    if before is not None and set(before.satellites) & set(satellites_of(run)):
         return submitted_satellites(run)
-    logs = make_private_directory(satellites_dir(run))
+    logs = make_private_directory(run.satellites)
     job = satellite_job(config, log=str(logs / "%A_%a.log"), directory=Path.cwd(), room=str(logs))
     python = shlex.quote(python_on_nodes(config.cluster))
     # They may start before the run's new attempt has, and must not take an old one's end for that of the run.
@@ -139,7 +149,7 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
         with umask_of(config.run_group):  # of their output
             return submit_script(script, array_options(config, job_id))
     except SubmissionError:
-        cancel(job_id)
+        cancel([job_id])
         raise
 
 

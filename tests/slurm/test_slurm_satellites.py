@@ -17,7 +17,8 @@ from slurm_runs import OVER, areal, status, submit, typed
 from areal_hpc.fs import read_json
 from areal_hpc.report import prove_run
 from areal_hpc.roles import seats
-from areal_hpc.roles.job import jobs_of, satellites_dir, satellites_of
+from areal_hpc.roles.job import jobs_of, satellite_jobs, satellites_of
+from areal_hpc.roles.resting import resting
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
 
@@ -195,7 +196,7 @@ def test_what_is_pre_empted_where_a_site_does_not_requeue_has_one_successor_sate
         assert slurm.wait_for_state(f"{first}_{task}", *OVER) == "PREEMPTED"
     _, *successors = satellites_of(run)
     assert len(set(successors)) == SATELLITES
-    said = [path.read_text(encoding="utf-8") for path in satellites_dir(run).glob(f"{first}_*.log")]
+    said = [path.read_text(encoding="utf-8") for path in run.satellites.glob(f"{first}_*.log")]
     for successor in successors:
         assert successor in status(slurm, run)["satellites"]
         assert sum(f"job {successor} serves the run in its place" in text for text in said) == 1, said
@@ -252,3 +253,46 @@ def test_satellites_of_a_run_that_is_stopped_leave_the_queue_with_it(
     said = areal(slurm, home, "stop", run.root).stdout
     assert said == f"{run.root}: job {job} was waiting in the queue and is cancelled\n"
     slurm.wait_for_state(f"{array}_1", "CANCELLED")
+
+
+def put_out(world: World) -> None:
+    """End the run's time, and keep its job in the queue; its satellites notice, and rest."""
+    world.slurm.call("scancel", "--batch", "--signal=USR1", world.job)
+    world.slurm.wait_for_state(world.job, "PENDING")
+    world.slurm.call("scontrol", "hold", world.job)
+    tasks = [f"{world.array}_{task}" for task in range(1, SATELLITES + 1)]
+
+    def rests() -> bool:
+        told = [world.slurm.job(task)[0] for task in tasks]
+        return all((one["JobState"], one["Priority"]) == ("PENDING", "0") for one in told)
+
+    wait_for("its satellites to rest", rests, LIMIT_S, 0.5)
+    assert resting(world.run) == tasks
+    assert status(world.slurm, world.run)["satellites"].endswith(
+        f"{', '.join(tasks)} held until the run is there again"
+    )
+
+
+@pytest.mark.long
+def test_satellites_whose_run_waits_in_the_queue_give_their_nodes_back_and_come_again_with_it(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    world = World(slurm, home, model, "limits.rejoin_s=3")
+    run = world.run
+    wait_for("satellites", lambda: world.num_joined() >= SATELLITES, LIMIT_S, 0.2)
+    world.let_train(1)
+    world.hold.touch()
+    put_out(world)
+    slurm.call("scontrol", "release", world.job)
+    wait_for("the second attempt", lambda: len(run.all_attempts()) == 2, LIMIT_S, 0.2)
+    wait_for("them to serve it", lambda: len(seats.present(run.attempt(2))) == SATELLITES, LIMIT_S, 0.2)
+    assert resting(run) == []
+    assert satellite_jobs(run) == [world.array], "in the jobs that they have always been"
+    text = world.log.read_text(encoding="utf-8")
+    assert len(re.findall("satellites that rested come again: ", text)) in (1, SATELLITES), text
+
+    put_out(world)
+    said = areal(slurm, home, "stop", run.root).stdout
+    assert said == f"{run.root}: job {world.job} was waiting in the queue and is cancelled\n"
+    for task in range(1, SATELLITES + 1):
+        slurm.wait_for_state(f"{world.array}_{task}", "CANCELLED")

@@ -301,25 +301,38 @@ def test_every_profile_is_one_that_a_centre_which_is_configured_so_takes(slurm: 
         assert re.search(r"^sbatch +Job \d+ to start at", planned, re.MULTILINE), (profile.name, planned)
 
 
-def test_nodes_find_each_other_by_mpi_and_a_library_that_does_not_speak_slurms_pmi_is_said_at_once(
-    slurm: SlurmCluster, home: Path, model: Path
-) -> None:
+MPI = {
+    "pmix": "export MPI4PY_MPIABI=openmpi",
+    "pmi2": f"export MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={sys.prefix}/lib",
+}
+"""Slurm's kinds of PMI, and a real MPI library that speaks each: Debian's Open MPI knows no PMI-2, PyPI's MPICH no
+PMIx."""
+
+
+def mpi_run(
+    slurm: SlurmCluster, home: Path, model: Path, pmi: str, library: str, *more: str
+) -> tuple[str, RunDir, Path]:
     words = [*arguments(home, model), *SHORT, "cluster.shape=split", "cluster.generation.nodes=2"]
-    words.append("cluster.setup=['export MPI4PY_MPIABI=openmpi']")
-    job, run, log = submit(slurm, home, *words, "cluster.mpi=pmix", "generation.replicas=2")
+    return submit(slurm, home, *words, f"cluster.mpi={pmi}", f"cluster.setup=['{MPI[library]}']", *more)
+
+
+@pytest.mark.parametrize("pmi", MPI)
+def test_nodes_find_each_other_by_mpi(slurm: SlurmCluster, home: Path, model: Path, pmi: str) -> None:
+    job, run, log = mpi_run(slurm, home, model, pmi, pmi, "generation.replicas=2")
     assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
     assert read_json(run.summary)["last_step"] == 3
     hosts = [read_json(run.attempt(1).endpoint(*name))["host"] for name in [("trainer", 0), ("generator", 1)]]
     assert all(host.startswith("10.99.0.1") for host in hosts)
     assert len(set(hosts)) == 2
 
-    wrong, _, log = submit(slurm, home, *words, "name=wrong", "cluster.mpi=none", "limits.attempts=0")
+
+def test_a_library_that_does_not_speak_slurms_pmi_is_said_at_once(slurm: SlurmCluster, home: Path, model: Path) -> None:
+    wrong, _, log = mpi_run(slurm, home, model, "none", "pmix", "limits.attempts=0")
     assert slurm.wait_for_state(wrong, *OVER, limit_s=LONGEST_S) == "FAILED"
     text = log.read_text(encoding="utf-8")
     assert "the step on n1,n2,n3 ended with code 1" in text
-    assert "before MPI_INIT completed" in text, (
-        text
-    )  # Open MPI's own word; others make worlds of one, see test_rendezvous
+    # Open MPI's own word; others make worlds of one, see test_rendezvous.
+    assert "before MPI_INIT completed" in text, text
 
 
 def test_what_generates_nothing_has_one_component_and_no_node_for_engines(

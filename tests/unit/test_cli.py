@@ -85,10 +85,21 @@ def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.Captur
         (RunDirError("in use; stop it"), 2, "in use; stop it"),
         (RoleDied("trainer-0 ended"), 1, "trainer-0 ended"),
         (Stalled("stuck for 600 s at generator-0"), 70, "stuck for 600 s at generator-0"),
-        (PermissionError(13, "Permission denied", "/runs"), 1, "[Errno 13] Permission denied: '/runs'"),
+        (OSError(28, "No space left on device", "/runs"), 1, "[Errno 28] No space left on device: '/runs'"),
+        (
+            PermissionError(13, "Permission denied", "/there-is-none"),
+            2,
+            "/there-is-none: permission denied; ask root, who owns /, to let you use it, or give the key that names it "
+            "a path of your own",
+        ),
+        (
+            PermissionError(1, "Operation not permitted"),
+            2,
+            "[Errno 1] Operation not permitted; your user may not do that here",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-    ids=["user", "run", "stall", "system", "ctrl-c"],
+    ids=["user", "run", "stall", "system", "path", "permission", "ctrl-c"],
 )
 def test_how_a_run_fails_is_one_line_and_a_code(
     error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

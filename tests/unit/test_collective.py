@@ -3,11 +3,13 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from areal_hpc.collective import bracketed, device_for, host_store, join_group, leave_group, unbracketed
 from areal_hpc.errors import ConfigError
@@ -66,6 +68,14 @@ def test_the_store_listens_on_the_named_host_only() -> None:
     socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+
+def test_a_store_tells_its_keys_to_whoever_reaches_it_so_a_secret_in_their_names_would_hide_nothing() -> None:
+    """Should this ever fail, torch keeps them to itself, and a secret prefix is worth its place in ``join_group``."""
+    store = host_store(timeout_s=5)
+    PrefixStore("secret", store).set("address", "10.0.0.1")
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    assert stranger.list_keys() == ["secret/address"]
 
 
 def test_A16_brackets_are_put_once_and_taken_off() -> None:

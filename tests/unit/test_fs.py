@@ -165,7 +165,7 @@ def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None
     root = tmp_path / "open"
     root.mkdir()
     root.chmod(0o777)
-    with pytest.raises(RunDirError, match="chmod 700"):
+    with pytest.raises(RunDirError, match="is open to others; run `chmod go=,g-s "):
         RunDir.create(root)
 
 

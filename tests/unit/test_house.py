@@ -59,7 +59,7 @@ TOP = {"cli", "roles", "__main__", "report"}
 DOORS = {
     "megatron": ("training/megatron/",),
     "flash_attn": ("training/megatron/attention.py",),
-    "submitit": ("cluster/executor.py",),
+    "submitit": ("cluster/executor.py", "cluster/submitted.py"),
     "h5py": ("buffer/archive.py",),
     "torch_npu": ("accelerator.py",),
     "transformers": (

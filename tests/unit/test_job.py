@@ -118,7 +118,7 @@ def stopped(run: RunDir, view: JobView | None) -> tuple[str, list[str]]:
         done.append(f"asked for {timeout_s:g} s")
         return "stopped"
 
-    return stop_submitted(run, 5.0, ask=lambda _: view, end=done.append, stop=stop), done
+    return stop_submitted(run, 5.0, ask=lambda _: view, end=done.extend, stop=stop), done
 
 
 def test_what_waits_in_the_queue_leaves_it(run: RunDir) -> None:
@@ -198,9 +198,9 @@ def test_what_satellites_have_submitted_in_their_place_is_asked_about_and_ends_w
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_json(run.slurm / "submission-0001.json", {"job_id": "12", "satellites": "13"})
-    roles_job.satellites_dir(run).mkdir()
+    run.satellites.mkdir()
     for name, text in {"task-1": "15\n", "task-2": "9\n", "task-3": "", "task-4": "15\n", "13_1.log": "14"}.items():
-        (roles_job.satellites_dir(run) / name).write_text(text, encoding="ascii")
+        (run.satellites / name).write_text(text, encoding="ascii")
     assert roles_job.satellites_of(run) == ["13", "15"], "9 is of an earlier submission, and one is being written"
     tasks = {"13": {"RUNNING": 1}, "15": {"PENDING": 2}}
     monkeypatch.setattr(roles_job, "queued_beside", lambda job, arrays: (Queued(state="RUNNING"), tasks))
@@ -213,7 +213,7 @@ def test_every_job_that_has_brought_engines_is_known(run: RunDir) -> None:
     assert roles_job.satellite_jobs(run) == []
     for job in ("13_1", "9_1", "101", "13_2", "13_1"):
         roles_job.note_satellite(run, job)
-    (roles_job.satellites_dir(run) / "15_1.log").touch()
+    (run.satellites / "15_1.log").touch()
     assert roles_job.satellite_jobs(run) == ["9", "13", "101"]
 
 

@@ -9,14 +9,17 @@ import pytest
 
 from areal_hpc.cluster import jobs
 from areal_hpc.cluster.jobs import (
+    Place,
     accounted,
     cancel,
     first_failure,
     last_incarnation,
     parse_accounts,
     parse_queue,
+    places,
     queued,
     queued_beside,
+    release,
     submit_script,
 )
 from areal_hpc.errors import SubmissionError
@@ -73,7 +76,7 @@ def test_a_queue_that_does_not_answer_is_an_error_with_its_words(commands: Path)
         queued("12")
     command(commands, "scancel", 'echo "Invalid user" >&2; exit 1')
     with pytest.raises(SubmissionError, match="scancel failed: Invalid user"):
-        cancel("12")
+        cancel(["12"])
 
 
 def test_a_command_that_hangs_or_is_not_there_is_an_error(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +166,34 @@ def test_a_site_without_accounts_says_so(commands: Path) -> None:
     command(commands, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
     with pytest.raises(SubmissionError, match="storage is disabled; this site may keep no accounts"):
         accounted(["12"])
+
+
+def test_of_several_jobs_each_that_slurm_lets_go_is_cancelled_and_each_other_is_named(commands: Path) -> None:
+    """scancel itself goes on after one that it is refused."""
+    said = "scancel: error: Kill job error on job id {}: {}"
+    over = said.format(12, "Job/step already completing or completed")
+    command(commands, "scancel", f'echo "$*" >>{commands}/calls; echo "{over}" >&2; exit 1')
+    cancel(["12", "13_1"])
+    assert (commands / "calls").read_text() == "12 13_1\n"
+    refused = said.format("13_1", "Access/permission denied"), said.format(15, "Unable to contact slurm controller")
+    command(commands, "scancel", f'printf "%s\\n" "{over}" "{refused[0]}" "{refused[1]}" >&2; exit 1')
+    with pytest.raises(SubmissionError, match=r"13_1: Access/permission denied; .*15: Unable to contact") as raised:
+        cancel(["12", "13_1", "15"])
+    assert "job id 12" not in str(raised.value)
+
+
+def test_a_job_that_is_held_has_no_priority_and_is_released(commands: Path) -> None:
+    command(commands, "squeue", 'printf "9_1|PENDING|0\\n9_2|RUNNING|4294901757\\n12|PENDING|100\\n"')
+    assert places(["9_1", "9_2", "12", "13"]) == {
+        "9_1": Place(state="PENDING", is_held=True),
+        "9_2": Place(state="RUNNING", is_held=False),
+        "12": Place(state="PENDING", is_held=False),
+    }
+    command(commands, "scontrol", f'echo "$*" >>{commands}/calls')
+    release(["9_1", "9_3"])
+    assert (commands / "calls").read_text() == "release 9_1 9_3\n"
+    command(commands, "scontrol", 'echo "Invalid job id specified" >&2; exit 1')
+    with pytest.raises(
+        SubmissionError, match=r"scontrol release failed: Invalid job id specified; `scontrol show job`"
+    ):
+        release(["9_1"])

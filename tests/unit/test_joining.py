@@ -24,11 +24,12 @@ from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
-from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNNEEDED, EXIT_USER_ERROR
 from areal_hpc.fs import create_exclusive, publish, publish_json
 from areal_hpc.roles import joining, seats
 from areal_hpc.roles.job import satellite_jobs
 from areal_hpc.roles.joining import Standing, device_blocks, join_run, require_joinable, standing_of
+from areal_hpc.roles.resting import resting
 from areal_hpc.roles.stopping import RESTARTING, RUNNING
 from areal_hpc.run_dir import AttemptDir, RunDir
 
@@ -311,6 +312,38 @@ def test_the_wait_for_a_run_is_named_and_has_a_limit_and_a_signal_ends_it(run: R
     timer.start()
     assert join(run, wait_s=60) == EXIT_STOPPED
     assert engines.started == []
+
+
+def test_a_job_whose_run_is_out_rests_and_one_outside_of_slurm_gives_up(run: RunDir, engines: Engines) -> None:
+    assert join(run, wait_s=0.1, after=3, environment={"SLURM_JOB_ID": "12"}) == EXIT_UNNEEDED
+    assert (resting(run, 3), resting(run, 4)) == ([], ["12"])
+    attempt = begin(run)
+    engines.on_start = lambda: end(attempt, "finished")
+    assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_DONE
+    assert resting(run) == [], "it has come again"
+
+
+def test_a_job_whose_engines_die_too_often_rests_until_the_next_attempt(run: RunDir, engines: Engines) -> None:
+    publish(run.config, dump(load([run.config], ["limits.restarts=0"])).encode())
+    begin(run)
+    engines.on_start = lambda: engines.ending.append(Ended("generator", 1, EXIT_FAILED))
+    assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_UNNEEDED
+    assert (resting(run, 1), resting(run, 2)) == ([], ["12"])
+
+
+def test_an_attempt_that_comes_up_is_waited_for_as_long_as_it_may_take(run: RunDir, engines: Engines) -> None:
+    attempt = begin(run)
+    attempt.endpoint("trainer", 0).unlink()
+    with pytest.raises(WaitTimeout, match=r"waited 0\.3 s for the trainer of .* to come up"):
+        publish(run.config, dump(load([run.config], ["limits.start_s=0.3"])).encode())
+        join(run, wait_s=0.05)
+    publish(run.config, dump(load([run.config], ["limits.start_s=60"])).encode())
+    endpoint = {"host": "127.0.0.1", "pid": os.getpid()}
+    timer = threading.Timer(0.3, lambda: publish_json(attempt.endpoint("trainer", 0), endpoint))
+    timer.start()
+    engines.on_start = lambda: end(attempt, "finished")
+    assert join(run, wait_s=0.05) == EXIT_DONE
+    assert len(engines.started) == 1
 
 
 def test_an_old_attempts_end_is_not_that_of_a_run_submitted_anew(run: RunDir, engines: Engines) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.local import KILL_RESERVE_S, Key, LocalLauncher, end_in_order
+from areal_hpc.cluster import local
+from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, Key, LocalLauncher, end_in_order
 from areal_hpc.config.load import load
 from areal_hpc.run_dir import RunDir
 
@@ -52,3 +55,26 @@ def test_A14_pools_are_no_larger_than_the_part_of_the_machine_that_the_job_has(
     finally:
         os.sched_setaffinity(0, before)
     assert told.stdout.split() == [threads, threads]
+
+
+class Unkillable(subprocess.Popen[bytes]):
+    """A process that is not seen to end, as one in a call to a file system that does not answer."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "for ever"
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_a_process_that_hangs_in_the_kernel_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = LocalLauncher(RunDir(tmp_path), 1, {})
+    process = Unkillable(["sleep", "60"], start_new_session=True)
+    launcher.running["generator", 0] = process
+    with caplog.at_level(logging.CRITICAL):
+        assert launcher.stop(0.0) == [Ended("generator", 0, -signal.SIGKILL)]
+    assert f"process {process.pid} was killed and has not ended in {local.KILLED_S:g} s: it hangs in the kernel" in (
+        caplog.text
+    )
+    assert launcher.running == {}
+    assert subprocess.Popen.wait(process, 30) in (-signal.SIGTERM, -signal.SIGKILL)

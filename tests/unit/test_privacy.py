@@ -22,10 +22,12 @@ from areal_hpc.buffer.epochs import claim_epoch, claimed_by, newest_epoch
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.cli import main
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.owner import Owner, whence
+from areal_hpc.config.describe import dump
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import BufferConfig, Config
 from areal_hpc.errors import RunDirError
+from areal_hpc.exits import EXIT_USER_ERROR
 from areal_hpc.fs import make_private_directory, publish, publish_json, read_json
 from areal_hpc.journal import Journal
 from areal_hpc.keys import make_key, read_key
@@ -33,6 +35,7 @@ from areal_hpc.privacy import open_private
 from areal_hpc.report import why_lines
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.joining import require_joinable
+from areal_hpc.roles.resuming import resumption
 from areal_hpc.roles.stopping import stop_run
 from areal_hpc.roles.wiring.online import standing_key
 from areal_hpc.run_dir import RunDir
@@ -204,7 +207,7 @@ def test_a_run_of_a_colleague_that_is_at_work_names_him_and_is_stopped_by_a_memb
 
     def stare() -> None:
         for word in ("status", "stop", "logs"):
-            assert main([word, str(run.root)]) == 1
+            assert main([word, str(run.root)]) == EXIT_USER_ERROR
         with pytest.raises(PermissionError):
             RunDir.open(run.root)
 
@@ -241,10 +244,45 @@ def test_a_group_that_is_none_or_not_ones_own_is_refused_and_leaves_nothing(proj
 def test_a_directory_that_is_open_to_others_than_it_should_be_is_refused(project: Path) -> None:
     def shared() -> None:
         make_private_directory(project / "mine")  # by hand, in the group's directory
-        with pytest.raises(RunDirError, match=r"writable by its group; run `chmod g-ws .*`, or set run_group"):
+        with pytest.raises(RunDirError, match=r"is open to others; run `chmod go=,g-s .*`, or set run_group"):
             RunDir.create(project / "mine")
+        for mode, whose in ((0o755, ""), (0o710, ""), (0o701, ""), (0o2771, GROUP)):
+            (project / "mine").chmod(mode)
+            with pytest.raises(RunDirError, match=r"is open to (others|everybody); run `chmod "):
+                RunDir.create(project / "mine", whose)
+        for mode, whose in ((0o700, ""), (0o2770, GROUP)):
+            (project / "mine").chmod(mode)
+            RunDir.create(project / "mine", whose)
         RunDir.create(project / "alone")
         with pytest.raises(RunDirError, match=rf"is not the group's; run `chgrp -R {GROUP} "):
             RunDir.create(project / "alone", GROUP)
 
     as_user(ALICE, shared)
+
+
+def test_a_run_that_began_in_a_home_that_is_closed_says_whom_to_ask(
+    config: Config, project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home = project.parent / "home"
+    home.mkdir()
+    os.chown(home, ALICE, -1)
+    home.chmod(0o700)
+    run = RunDir(Path(config.run_root) / "run")
+
+    def begin_run() -> None:
+        (home / "work").mkdir()
+        RunDir.create(run.root, GROUP)
+        os.chdir(home / "work")
+        claim_epoch(run, Owner.this_process().record() | whence())
+        publish(run.config, dump(config).encode())
+
+    as_user(ALICE, begin_run)
+
+    def go_on() -> None:
+        with pytest.raises(RunDirError, match=rf"was begun in {home}/work, which is gone, or not yours to enter; type"):
+            resumption(run, [])
+        assert main(["status", f"{home}/work"]) == EXIT_USER_ERROR
+
+    as_user(BOB, go_on)
+    said = capfd.readouterr().err
+    assert f"{home}/work/config.yaml: permission denied; ask {ALICE}, who owns {home}, to let you use it, or" in said

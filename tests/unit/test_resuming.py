@@ -12,6 +12,7 @@ from started import QUICKSTART, begin, config_in, end_at_once, start, state_of
 
 from areal_hpc.cli import main
 from areal_hpc.cluster.jobs import Queued
+from areal_hpc.cluster.submitted import SubmittedJob
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.load import load
@@ -32,11 +33,11 @@ class Slurm:
         self.directories: list[str] = []
         self.queue: dict[str, Queued] = {}
 
-    def submit(self, job: Any, launch: Any, folder: Path, *, python: str) -> str:
+    def submit(self, job: Any, launch: Any, folder: Path, *, python: str) -> SubmittedJob:
         self.arguments.append(launch.arguments)
         self.directories += [option.removeprefix("--chdir=") for option in job.options if "--chdir" in option]
         (folder / str(len(self.arguments))).mkdir()
-        return str(len(self.arguments))
+        return SubmittedJob(folder / "%j", str(len(self.arguments)))
 
 
 @pytest.fixture
@@ -181,7 +182,10 @@ def test_what_cannot_go_on_says_why(slurm: Slurm, desk: Path, monkeypatch: pytes
     gone = desk.with_name("gone")
     desk.rename(gone)
     monkeypatch.chdir(gone)
-    with pytest.raises(RunDirError, match=rf"was begun in {desk}, which is gone; type `areal-hpc run .* --resume`"):
+    with pytest.raises(
+        RunDirError,
+        match=rf"was begun in {desk}, which is gone, or not yours to enter; type `areal-hpc run .* --resume`",
+    ):
         resumption(RunDir(gone / "moved/run"), ["trainer.total_steps=70"])
 
 

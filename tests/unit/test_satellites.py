@@ -187,12 +187,28 @@ def test_what_was_cut_off_at_its_time_limit_is_requeued_and_what_was_pre_empted_
     assert ending(tmp_path, signals="TERM", said=PRE_EMPTED, **ARRAY) == (75, [])
 
 
+def test_one_whose_run_is_out_is_held_until_the_run_lets_it_go(tmp_path: Path) -> None:
+    assert ending(tmp_path, code=69, **ARRAY) == (69, ["scontrol requeuehold 12_3", "sleep 60"])
+
+
+@pytest.mark.parametrize(("array", "successor"), [(ARRAY, "77_3"), ({}, "77")])
+def test_where_a_site_does_not_requeue_a_new_one_rests_in_its_place(
+    tmp_path: Path, array: dict[str, str], successor: str
+) -> None:
+    me = "12_3" if array else "12"
+    (tmp_path / f"resting-{me}").write_text('{"after": 0}')
+    option = ["--array=3"] if array else []
+    again = " ".join(["sbatch --parsable", *option, f"--hold {tmp_path}/script RUN"])
+    assert ending(tmp_path, "cluster.requeue=false", code=69, **array) == (0, [again])
+    assert [path.name for path in tmp_path.glob("resting-*")] == [f"resting-{successor}"]
+
+
 def test_one_that_was_told_to_leave_before_it_could_hear_comes_again_too(tmp_path: Path) -> None:
     assert ending(tmp_path, code=143, **ARRAY) == (143, ["scontrol requeue 12_3", "sleep 60"])
 
 
 @pytest.mark.parametrize("words", [(), ("cluster.requeue=false",)])
-@pytest.mark.parametrize(("code", "signals"), [(75, "TERM"), (0, ""), (1, "")])
+@pytest.mark.parametrize(("code", "signals"), [(75, "TERM"), (69, "TERM"), (0, ""), (1, "")])
 def test_what_a_person_cancels_and_what_has_nothing_more_to_do_does_not_come_again(
     tmp_path: Path, code: int, signals: str, words: tuple[str, ...]
 ) -> None:

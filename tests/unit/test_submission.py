@@ -15,6 +15,7 @@ import pytest
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.hetjob import Job
 from areal_hpc.cluster.jobs import Queued
+from areal_hpc.cluster.submitted import SubmittedJob
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -45,7 +46,7 @@ class Slurm:
         self.cancelled: list[str] = []
         self.umasks: list[int] = []
 
-    def submit(self, job: Job, launch: Any, folder: Path, *, python: str) -> str:
+    def submit(self, job: Job, launch: Any, folder: Path, *, python: str) -> SubmittedJob:
         if self.refuses:
             raise SubmissionError(self.refuses)
         self.umasks.append(umask())
@@ -53,7 +54,7 @@ class Slurm:
         job_id = str(len(self.jobs))
         self.states[job_id] = "PENDING"
         (folder / job_id).mkdir()  # as submitit does
-        return job_id
+        return SubmittedJob(folder / "%j", job_id)
 
     def submit_script(self, script: Path, options: Sequence[str]) -> str:
         if self.refuses_satellites:
@@ -74,7 +75,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm()
     monkeypatch.setattr(submission, "submit", made.submit)
     monkeypatch.setattr(submission, "submit_script", made.submit_script)
-    monkeypatch.setattr(submission, "cancel", made.cancelled.append)
+    monkeypatch.setattr(submission, "cancel", made.cancelled.extend)
     monkeypatch.setattr(roles_job, "queued", made.queued)
     monkeypatch.setattr(roles_job, "queued_beside", made.queued_beside)
     monkeypatch.setattr(roles_job, "accounted", lambda _: [])

@@ -173,3 +173,19 @@ def test_a_run_on_one_machine_has_no_such_rows(tmp_path: Path) -> None:
     rows, facts = report(run, ask=True)
     assert facts == {}
     assert not any(name.startswith(("attempt ", "node")) for name in rows)
+
+
+def test_a_run_on_one_machine_that_slurm_jobs_have_joined_has_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run")
+    publish_json(run.attempt(1).create().state, {"state": "finished", "host": "n1", "pid": 7, "boot": "b"})
+    note_satellite(run, "13_1")
+    note_satellite(run, "15_2")
+    monkeypatch.setattr(usage, "accounted", lambda jobs: {("13", "15"): parse_accounts(SATELLITES)}[tuple(jobs)])
+    rows, facts = report(run, ask=True)
+    assert facts["node_hours"] == pytest.approx({"satellites": (72 + 36 + 2 * 18) / 3600})
+    assert facts["gpu_hours"] == pytest.approx({"satellites": 4 * (72 + 36) / 3600})
+    assert facts["tokens_per_gpu_hour"] is None, "of the trainer's nobody knows"
+    assert rows["node-hours"] == "satellites 0.04"
+    assert rows["attempt 1"] == "not in a job, finished"
