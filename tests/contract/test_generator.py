@@ -175,16 +175,19 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(kind: str, requ
     asyncio.run(scenario())
 
 
-TAGGED = {"structures": [{"begin": "<a>", "schema": {"enum": ["x", "y"]}, "end": "</a>"}], "triggers": ["<a>"]}
+def tagged(schema: Any, *, at_least_one: bool = False) -> str:
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
+    found = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag], "at_least_one": at_least_one}
+    return json.dumps({"type": "structural_tag", "format": found})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_grammar_that_cannot_be_forced_is_refused_with_a_reason(engine: Opens, streamed: bool) -> None:
     nonsense = {"type": "nonsense"}
-    tag = {**TAGGED, "structures": [{**TAGGED["structures"][0], "schema": nonsense}]}  # type: ignore[dict-item]
 
     async def scenario(made: Any) -> None:
-        grammars = ({"json_schema": json.dumps(nonsense)}, {"structural_tag": json.dumps(tag)})
+        grammars = ({"json_schema": json.dumps(nonsense)}, {"structural_tag": tagged(nonsense)})
         for number, grammar in enumerate(grammars):
             request = asked(4, f"g{number}", **grammar)
             with pytest.raises(RequestRefused, match=r"refuses the request: .{20}"):
@@ -198,7 +201,7 @@ def test_what_a_tag_begins_is_held_to_its_schema_and_log_probs_are_those_of_what
     engine: Opens, judge: tuple[Path, Any]
 ) -> None:
     tokenizer = load_tokenizer(judge[0])
-    must = json.dumps({**TAGGED, "at_least_one": True})
+    must = tagged({"enum": ["x", "y"]}, at_least_one=True)
 
     async def scenario(made: Any) -> None:
         forced = asked(24, structural_tag=must, temperature=1.0, ignore_eos=False)

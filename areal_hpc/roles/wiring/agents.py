@@ -15,7 +15,9 @@ from areal_hpc.config.derived import queue_s
 from areal_hpc.config.schema import Config, EngineName, ToolFormatName
 from areal_hpc.dialogue.probe import tool_trouble
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.dialogue.tool_formats import FORMATS, detect
+from areal_hpc.dialogue.structural_tag import calls_tag
+from areal_hpc.dialogue.tag_grammar import TEXT_TOKENS
+from areal_hpc.dialogue.tool_formats import FORMATS, ToolFormat, detect
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import read_if_listed
 from areal_hpc.protocols import Generator, Workflow
@@ -55,7 +57,18 @@ def make_agent(config: Config, http_client: Any = None) -> Agent:
 def make_dialect(renderer: ChatRenderer, name: ToolFormatName, engine: EngineName = EngineName.EMBEDDED) -> Dialect:
     written = FORMATS[detect(renderer.template) if name is ToolFormatName.AUTO else name]
     known = {} if engine is EngineName.EMBEDDED else {"schema_trouble": lambda _: ""}  # SGLang judges schemas itself
-    return Dialect(dialogue=renderer, written=written, trouble=tool_trouble(renderer), **known)
+    unheld = _unheld(renderer, written) if engine is EngineName.VLLM else ""
+    return Dialect(dialogue=renderer, written=written, trouble=tool_trouble(renderer), unheld=unheld, **known)
+
+
+def _unheld(renderer: ChatRenderer, written: ToolFormat) -> str:
+    """Why vLLM, to whose grammars a token that is written <so> is no text, holds no calls; empty where it can."""
+    strict = {"type": "function", "function": {"name": "probe", "strict": True}}
+    tag = calls_tag(written, [strict], forced=True)
+    special = next((token for token in TEXT_TOKENS if token in tag and len(renderer.encode(token)) == 1), "")
+    if not special:
+        return ""
+    return f"calls of this model are written with the token {special}, which is no text to vLLM's grammars"
 
 
 @asynccontextmanager
