@@ -23,7 +23,11 @@ from real_engines import MAX_RUNNING as REAL_MAX_RUNNING
 from real_engines import MAX_TOKENS, SGLANG, VLLM, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
 
+from areal_hpc.dialogue.parts import Reading
 from areal_hpc.dialogue.renderer import load_tokenizer
+from areal_hpc.dialogue.structural_tag import calls_tag
+from areal_hpc.dialogue.tool_calls import kinds_of
+from areal_hpc.dialogue.tool_formats import FORMATS, ToolFormat
 from areal_hpc.errors import GenerationError, RequestRefused
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
@@ -214,6 +218,30 @@ def test_what_a_tag_begins_is_held_to_its_schema_and_log_probs_are_those_of_what
         assert completion.logprobs[choice] < 0.0
         both = {tokenizer.decode([token]): logprob for logprob, token in completion.top_logprobs[choice]}
         assert set(both) == {"x", "y"} and sum(map(math.exp, both.values())) == pytest.approx(1.0, abs=1e-4)
+
+    run(engine, scenario)
+
+
+PICK = {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "word": {"type": "string", "enum": ["x", "y"]}}
+STRICT = {"type": "object", "properties": PICK, "required": ["n"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "pick", "strict": True, "parameters": STRICT}}
+
+
+def test_calls_are_held_to_their_schema_in_every_format(engine: Opens, judge: tuple[Path, Any]) -> None:
+    """By a model that knows none of them; the reader of answers is the judge."""
+    tokenizer = load_tokenizer(judge[0])
+
+    async def scenario(made: Any) -> None:
+        async def held(family: str, written: ToolFormat) -> None:
+            tag, end = calls_tag(written, [TOOL], forced=True), "}}" if family == "llama3" else written.held.end
+            forced = asked(400, family, structural_tag=tag, stop=(end,), temperature=1.0, ignore_eos=False)
+            text = tokenizer.decode((await made.generate(forced)).token_ids.tolist())
+            call = Reading(format=written, kinds=kinds_of([TOOL])).read(text, final=True).calls[0]
+            arguments = json.loads(call.arguments)
+            assert call.name == "pick" and set(arguments) in ({"n"}, {"n", "word"}), text
+            assert arguments["n"] in range(10) and arguments.get("word", "x") in ("x", "y"), text
+
+        await asyncio.gather(*(held(family, written) for family, written in FORMATS.items()))
 
     run(engine, scenario)
 
