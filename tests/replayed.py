@@ -17,7 +17,8 @@ import numpy as np
 from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import Reading
 from areal_hpc.dialogue.renderer import ChatRenderer
-from areal_hpc.dialogue.tool_formats import FORMATS, detect, kinds_of
+from areal_hpc.dialogue.tool_calls import kinds_of
+from areal_hpc.dialogue.tool_formats import FORMATS, detect
 from areal_hpc.dialogue.transcript import Transcript, Turn
 from areal_hpc.types import Completion, Message, StopReason
 

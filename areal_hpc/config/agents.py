@@ -14,8 +14,10 @@ class ToolFormatName(StrEnum):
     QWEN = "qwen"
     QWEN_CODER = "qwen_coder"
     LLAMA3 = "llama3"
+    DEEPSEEK_V3 = "deepseek_v3"
     DEEPSEEK = "deepseek"
     GLM = "glm"
+    GLM47 = "glm47"
     KIMI = "kimi"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.dialogue.structural_tag import TEXT_TOKENS, lark_of
+from areal_hpc.dialogue.tag_grammar import TEXT_TOKENS, lark_of
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.extras import optional
 

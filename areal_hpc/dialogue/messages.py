@@ -1,12 +1,13 @@
 """Chat messages in one shape, and when two histories are the same one.
 
 What a client sends back of an answer differs from what it got: ``null`` for empty content, stripped blanks, arguments
-written anew, reasoning left out. ``fingerprints`` sees through that; ``verbatim`` tells whether there was anything to
+written anew, reasoning left out. ``History`` sees through that; ``verbatim`` tells whether there was anything to
 see through.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -97,23 +98,31 @@ def _calls(message: Message) -> list[tuple[str, str]]:
     return [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
 
 
-def fingerprints(messages: Sequence[Message], setting: Any) -> list[str]:
-    """One for each beginning of the conversation, the shortest first: equal where the histories are the same.
+class History:
+    """A conversation as it grows, known by a fingerprint that is equal where histories are the same.
 
     Whitespace, the way JSON is written, reasoning and the ids of calls do not count; which call a result answers does.
 
     Args:
         setting: what else decides how the conversation is rendered (tools, template arguments), as JSON data.
     """
-    digest = hashlib.blake2b(json.dumps(setting, sort_keys=True).encode(), digest_size=16)
-    places: dict[str, int] = {}
-    found = []
-    for one in messages:
+
+    def __init__(self, setting: Any) -> None:
+        self._digest = hashlib.blake2b(json.dumps(setting, sort_keys=True).encode(), digest_size=16)
+        self._places: dict[str, int] = {}  # of the newest calls, by their ids
+
+    def add(self, one: Message) -> str:
+        """The fingerprint with one message more."""
         calls = [(name, json.dumps(json_value(arguments), sort_keys=True)) for name, arguments in _calls(one)]
         if calls:
-            places = {call["id"]: place for place, call in enumerate(one["tool_calls"])}
-        answers = places.get(one.get("tool_call_id", ""))
+            self._places = {call["id"]: place for place, call in enumerate(one["tool_calls"])}
+        answers = self._places.get(one.get("tool_call_id", ""))
         content = " ".join(one["content"].split())
-        digest.update(json.dumps([one["role"], content, calls, answers]).encode("utf-8", "surrogatepass") + b"\n")
-        found.append(digest.hexdigest())
-    return found
+        self._digest.update(json.dumps([one["role"], content, calls, answers]).encode("utf-8", "surrogatepass") + b"\n")
+        return self._digest.hexdigest()
+
+    def copy(self) -> History:
+        """One that grows by itself from here on."""
+        made = copy.copy(self)
+        made._digest = self._digest.copy()
+        return made

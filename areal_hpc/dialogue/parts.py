@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from areal_hpc.dialogue.text import without_partial_stop
-from areal_hpc.dialogue.tool_formats import Kinds, ToolCall, ToolFormat
+from areal_hpc.dialogue.tool_calls import Kinds, ToolCall
+from areal_hpc.dialogue.tool_formats import ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
 

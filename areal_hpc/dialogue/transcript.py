@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
 
-from areal_hpc.dialogue.messages import fingerprints, for_template, verbatim
+from areal_hpc.dialogue.messages import History, for_template, verbatim
 from areal_hpc.routing import Record, overlaid
 from areal_hpc.types import NOT_SAMPLED, Completion, Message, Trajectory
 
@@ -49,6 +49,17 @@ class Template(Protocol):
         header: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]: ...
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        header: bool,
+        options: Mapping[str, Any] | None = None,
+    ) -> str: ...
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
 
     def spelled(self, token_ids: Sequence[int]) -> str: ...
 
@@ -79,6 +90,8 @@ class Place:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     options: Mapping[str, Any]
+    history: History = field(repr=False, compare=False)
+    """Of ``messages``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +131,8 @@ class Transcript:
             DataError: the template refuses the messages.
         """
         options = options or {}
-        parent = self._longest_history(fingerprints(messages, [list(tools), options]))
+        history = History([list(tools), options])
+        parent = self._longest_history([history.add(one) for one in messages])
         context: tuple[int, ...] | None = None
         drift = Drift.FORK if any(m["role"] == "assistant" for m in messages) and self.turns else Drift.START
         if parent is not None:
@@ -140,6 +154,7 @@ class Transcript:
             messages=tuple(messages),
             tools=tuple(tools),
             options=options,
+            history=history,
         )
 
     def _longest_history(self, histories: Sequence[str]) -> int | None:
@@ -154,23 +169,32 @@ class Transcript:
         if not turn.completion.token_ids.size or turn.completion.token_ids[-1] not in self._template.eos_token_ids:
             return None
         how: dict[str, Any] = {"tools": turn.place.tools, "options": turn.place.options}
-        before = self._template.conversation(for_template(turn.messages), header=False, **how)
-        whole = self._template.conversation(for_template([*turn.messages, *new]), **how)
-        end = self._end_of_turn(before, whole, int(turn.completion.token_ids[-1]))
-        return None if end is None else turn.token_ids + whole[end:]
-
-    def _end_of_turn(self, before: tuple[int, ...], whole: tuple[int, ...], eos: int) -> int | None:
-        """Where in ``whole`` the first token after the last turn of ``before`` is."""
-        if whole[: len(before)] == before and whole[len(before) : len(before) + 1] == (eos,):
-            return len(before) + 1  # families whose next header is what ends a turn
-        end = next((t for t in reversed(range(len(before))) if before[t] in self._template.eos_token_ids), None)
-        if end is None or before[end] != eos or self._template.spelled(before[end + 1 :]).strip():
+        before = self._template.text(for_template(turn.messages), header=False, **how)
+        whole = self._template.text(for_template([*turn.messages, *new]), header=True, **how)
+        eos = int(turn.completion.token_ids[-1])
+        end = self._end_of_turn(before, whole, eos)
+        if end is None:
             return None
-        return end + 1 if whole[: end + 1] == before[: end + 1] else None
+        ids = self._template.encode(whole[end:])  # behind the end of a turn, as they are in the middle of a text
+        return turn.token_ids + ids[ids.index(eos) + 1 :] if eos in ids else None
+
+    def _end_of_turn(self, before: str, whole: str, eos: int) -> int | None:
+        """Where in ``whole`` the token lies that ends the last turn of ``before``."""
+        written = self._template.spelled([eos])
+        if not written:
+            return None
+        if whole.startswith(before + written):
+            return len(before)  # families whose next header is what ends a turn
+        ends = (self._template.spelled([token]) for token in self._template.eos_token_ids)
+        at, last = max((before.rfind(end), end) for end in ends if end)
+        if last != written or before[at + len(written) :].strip():
+            return None
+        return at if at >= 0 and whole.startswith(before[: at + len(written)]) else None
 
     def plain(self, context: tuple[int, ...], text: str) -> Place:
         """A request to continue a plain text: no conversation, and nothing continues it."""
-        message = {"role": "text", "content": text}
+        message, history = {"role": "text", "content": text}, History([[], {}])
+        history.add(message)
         return Place(
             parent=None,
             drift=Drift.START,
@@ -179,6 +203,7 @@ class Transcript:
             messages=(message,),
             tools=(),
             options={},
+            history=history,
         )
 
     def num_recorded(self, place: Place) -> int:
@@ -194,7 +219,7 @@ class Transcript:
         turn = Turn(place=place, completion=completion, answer=answer, call=call or f"turn-{number}")
         self.turns.append(turn)
         self.drifts[place.drift] += 1
-        self._by_history[fingerprints(turn.messages, [list(place.tools), place.options])[-1]] = number
+        self._by_history[place.history.copy().add(answer)] = number
         return number
 
     def credits(

@@ -151,13 +151,14 @@ class Connection:
                     raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
                 if each is not None and response.content_type == "text/event-stream":
                     return response.status, await _last_event(response, each)
-                return response.status, _decoded(await response.text())
+                return response.status, _decoded(await response.read())
 
     def _open(self) -> aiohttp.ClientSession:
         token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token
         return aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
 
@@ -175,16 +176,16 @@ async def _last_event(response: aiohttp.ClientResponse, each: Callable[[Any], No
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return last
-            last = _decoded(data.decode())
+            last = _decoded(data)
             each(last)
     raise aiohttp.ClientPayloadError("its stream broke off")
 
 
-def _decoded(text: str) -> Any:
+def _decoded(data: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(data)
     except ValueError:
-        return text
+        return data.decode(errors="replace")
 
 
 def excerpt(answer: Any) -> str:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from areal_hpc.dialogue.messages import refuse_constant
 from areal_hpc.dialogue.parts import Parts
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
-from areal_hpc.proxy.calls import Call, Dialect, Told, placed
+from areal_hpc.proxy.calls import Call, Dialect, Forced, Told, placed
 from areal_hpc.proxy.chat import CHAT, COMPLETIONS
 from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
 from areal_hpc.proxy.exports import exported
@@ -35,18 +36,21 @@ from areal_hpc.proxy.requests import Refused, given, number
 from areal_hpc.proxy.responses import RESPONSES
 from areal_hpc.proxy.sessions import Session, Sessions
 
+log = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 64 * 2**20
 KEEP_ALIVE_S = 10.0
 """Longest silence of a stream; clients and proxies give up after about 15 s and more."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+NOT_HELD = "X-Not-Enforced"
+"""Header of an answer: the field of the request that nothing but the model's good will has followed."""
+MAX_SAID = 100
 APIS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
 }
-Progress = tuple[int, Parts] | None
-"""A choice and what is certain of it; None in the queue when the call has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._said: set[tuple[str, str]] = set()
 
     def table(self) -> list[web.RouteDef]:
         asked = [web.post(path, self._asked(api)) for path, api in APIS.items()]
@@ -126,11 +131,19 @@ class Routes:
             session = self._service.session_of(bearer(request))
             ask = api.parse(await _body(request))
             call = Call(session, ask, self._service.dialect)
+            self._say(call.forced)
             if ask.stream:
                 return await self._streamed(request, api.stream(call), call)
-            return web.json_response(api.whole(call, await call.run()))
+            answer = api.whole(call, await call.run())
+            return web.json_response(answer, headers=_headers(call))
 
         return self._refusing(api, handle)
+
+    def _say(self, forced: Forced) -> None:
+        """In the log, once for each reason, what models are only asked to follow."""
+        if forced.not_held and len(self._said) < MAX_SAID and (said := (forced.not_held, forced.why)) not in self._said:
+            self._said.add(said)
+            log.warning("%s of a request is not enforced, and answers say so (%s): %s", said[0], NOT_HELD, said[1])
 
     def _refusing(self, api: Api, handle: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         """A handler whose refusals have the API's shape."""
@@ -146,21 +159,26 @@ class Routes:
         return guarded
 
     async def _streamed(self, request: web.Request, stream: Stream, call: Call) -> web.StreamResponse:
-        progress: asyncio.Queue[Progress] = asyncio.Queue()
-        running = asyncio.ensure_future(call.run(lambda choice, parts: progress.put_nowait((choice, parts))))
-        running.add_done_callback(lambda _: progress.put_nowait(None))
-        news = _following(progress, self._service.keep_alive_s)
+        progress = Progress()
+        running = asyncio.ensure_future(call.run(progress.tell))
+        running.add_done_callback(lambda _: progress.end())
+        keep_alive_s, clock = self._service.keep_alive_s, asyncio.get_running_loop().time
         try:
-            first = await anext(news, None)
+            quiet_until = clock() + keep_alive_s
+            first = await progress.next(quiet_until)
             if running.done():
                 running.result()  # it may have failed at once
-            response = web.StreamResponse(headers=HEADERS)
+            response = web.StreamResponse(headers={**HEADERS, **_headers(call)})
             await response.prepare(request)
-            await response.write(b"".join(stream.begin()))
-            await response.write(_told(stream, first))
-            async for one in news:
-                await response.write(_told(stream, one))
-            await response.write(b"".join(_ending(stream, call, running)))
+            told = b"".join(stream.begin()) + _told(stream, first)
+            while not progress.over:
+                if not told and clock() >= quiet_until:
+                    told = KEEP_ALIVE
+                if told:
+                    await response.write(told)
+                    quiet_until = clock() + keep_alive_s
+                told = _told(stream, await progress.next(quiet_until))
+            await response.write(told + b"".join(_ending(stream, call, running)))
             await response.write_eof()
             return response
         finally:
@@ -250,21 +268,39 @@ class Routes:
         return is_admin(request, self._service.admin_token)
 
 
-async def _following(progress: asyncio.Queue[Progress], keep_alive_s: float) -> AsyncIterator[Progress]:
-    """What a call tells until it ends, and None where it told nothing for ``keep_alive_s`` seconds."""
-    while True:
-        try:
-            news = await asyncio.wait_for(progress.get(), keep_alive_s)
-        except TimeoutError:
-            yield None
-            continue
-        if news is None:
-            return
-        yield news
+class Progress:
+    """What a call has told and its client has not been told yet; of each choice the newest, which has all before it."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, Parts] = {}
+        self._wake = asyncio.Event()
+        self.over = False
+
+    def tell(self, choice: int, parts: Parts) -> None:
+        self._news[choice] = parts
+        self._wake.set()
+
+    def end(self) -> None:
+        self.over = True
+        self._wake.set()
+
+    async def next(self, until: float) -> Mapping[int, Parts]:
+        """What is new, as soon as anything is; nothing at ``until`` on the loop's clock, or when the call has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._wake.wait()
+        self._wake.clear()
+        news, self._news = self._news, {}
+        return news
 
 
-def _told(stream: Stream, news: Progress) -> bytes:
-    return KEEP_ALIVE if news is None else b"".join(stream.delta(*news))
+def _headers(call: Call) -> dict[str, str]:
+    """Says which field of the request the model was only asked to follow."""
+    return {NOT_HELD: call.forced.not_held} if call.forced.not_held else {}
+
+
+def _told(stream: Stream, news: Mapping[int, Parts]) -> bytes:
+    return b"".join(event for choice, parts in news.items() for event in stream.delta(choice, parts))
 
 
 def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> list[bytes]:

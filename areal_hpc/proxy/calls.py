@@ -13,14 +13,14 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from areal_hpc.dialogue.grammar import as_schema, trouble_with
 from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import THINK, THOUGHT, Parts, Reading
-from areal_hpc.dialogue.structural_tag import calls_tag, is_strict, schema_of
+from areal_hpc.dialogue.structural_tag import calls_or_json_tag, calls_tag, is_strict, schema_of
 from areal_hpc.dialogue.text import IncrementalText, first_stop, without_partial_stop
-from areal_hpc.dialogue.tool_formats import ToolFormat, kinds_of
+from areal_hpc.dialogue.tool_calls import kinds_of
+from areal_hpc.dialogue.tool_formats import ToolFormat
 from areal_hpc.dialogue.transcript import Place, Template
 from areal_hpc.errors import DataError, GenerationError, RequestRefused
 from areal_hpc.proxy.requests import Ask, Refused
@@ -33,17 +33,11 @@ Tell = Callable[[int, Parts], None]
 """Told, for a choice by its number, all that is certain of it so far."""
 
 
-class Dialogue(Template, Protocol):
-    """What calls need of a renderer: ``ChatRenderer``."""
-
-    def encode(self, text: str) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """How the served model is spoken with."""
 
-    dialogue: Dialogue
+    dialogue: Template
     written: ToolFormat
     """How it writes calls of tools."""
     trouble: str = ""
@@ -77,8 +71,9 @@ class Call:
     """
 
     def __init__(self, session: Session, ask: Ask, dialect: Dialect) -> None:
+        ask = _whole(session, ask)
         self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
-        self._schema, self._tag = _forced(ask, dialect)
+        self.forced = forced_by(ask, dialect)
         self.place = placed(session, ask, dialect)
         self._reading = self._read_as(dialect.written)
         if self._reading.prefix:
@@ -105,11 +100,10 @@ class Call:
     def _read_as(self, written: ToolFormat) -> Reading:
         ask = self.ask
         thinking = self._dialogue.spelled(self.place.context[-16:]).rstrip().endswith(THINK)
-        forced = bool(ask.tools) and ask.choice.is_forced
-        closing = f"{THOUGHT}\n\n" if thinking and (self._schema or forced) else ""  # neither is a thought
+        closing = f"{THOUGHT}\n\n" if thinking and self.forced.speechless else ""
         if not ask.tools or ask.choice.mode == "none":
             return Reading(thinking=thinking, prefix=closing)
-        opening = written.opening(ask.choice.name) if forced and not self._tag else ""
+        opening = written.opening(ask.choice.name) if ask.choice.is_forced and not self.forced.tag else ""
         return Reading(format=written, thinking=thinking, kinds=kinds_of(ask.tools), prefix=closing + opening)
 
     async def run(self, tell: Tell | None = None) -> list[Told]:
@@ -125,17 +119,23 @@ class Call:
             self.end()
 
     async def _completions(self, tell: Tell | None) -> Sequence[Completion]:
-        asking = [asyncio.ensure_future(self._generate(number, tell)) for number in range(self.ask.num_choices)]
         deadline = self._permit.deadline
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await asyncio.gather(*asking)
+                return await self._generated(tell)
         except TimeoutError as error:
             raise self.session.out_of_time() from error
         except RequestRefused as error:
             raise Refused(400, str(error), param=self._forced_by) from error
         except GenerationError as error:
             raise Refused(503, f"the engine failed: {error}", code="engine_failed", retry_after_s=1.0) from error
+
+    async def _generated(self, tell: Tell | None) -> Sequence[Completion]:
+        if self.ask.num_choices == 1:
+            return [await self._generate(0, tell)]
+        asking = [asyncio.ensure_future(self._generate(number, tell)) for number in range(self.ask.num_choices)]
+        try:
+            return await asyncio.gather(*asking)
         finally:
             for one in asking:
                 one.cancel()
@@ -143,7 +143,7 @@ class Call:
     @property
     def _forced_by(self) -> str:
         """The field that an engine has trouble with, most likely."""
-        return "response_format" if self._schema else "tools" if self._tag else ""
+        return "response_format" if self.forced.schema else "tools" if self.forced.tag else ""
 
     async def _generate(self, number: int, tell: Tell | None) -> Completion:
         request = GenerationRequest(
@@ -167,8 +167,8 @@ class Call:
             sampling,
             max_new_tokens=self._permit.budget,
             stop=self._stops,
-            json_schema=self._schema,
-            structural_tag=self._tag,
+            json_schema=self.forced.schema,
+            structural_tag=self.forced.tag,
             seed=None if sampling.seed is None else (sampling.seed + self._own(number)) % MAX_SEED,
         )
 
@@ -216,6 +216,8 @@ class Call:
         ]
         answer = message("assistant", parts.content, reasoning=parts.reasoning, calls=named)
         self.session.transcript.commit(self.place, completion, answer, self.id)
+        if self.ask.store:
+            self.session.answered[self.id] = (*self.ask.messages[self.ask.lead :], answer)
         return Told(
             parts=parts,
             completion=completion,
@@ -234,29 +236,71 @@ class Call:
         return bisect.bisect_left(range(len(ids)), True, key=lambda num: THOUGHT in self._dialogue.spelled(ids[:num]))
 
 
-def _forced(ask: Ask, dialect: Dialect) -> tuple[str, str]:
-    """The schema and the structural tag that the engine holds the answer to; at most one is not empty.
+def _whole(session: Session, ask: Ask) -> Ask:
+    """With the conversation that it goes on from. Raises Refused where that is not known."""
+    if not ask.previous:
+        return ask
+    before = session.answered.get(ask.previous[max(0, ask.previous.find(session.id)) :])
+    if before is None:
+        raise Refused(
+            400,  # as OpenAI does, whose clients look at the code and send everything again
+            f"Previous response with id '{ask.previous}' not found: this session has answered none of that id, or was "
+            "told not to store it; send the whole conversation",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return replace(ask, messages=(*ask.messages[: ask.lead], *before, *ask.messages[ask.lead :]))
 
-    Beside tools the model is only asked to follow a schema, since it may call one. Strict tools are as others are where
-    the model writes calls in a way that none can be held to (``calls_tag``): many clients call every tool strict.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """What the engine holds an answer to; at most one of the first two is not empty."""
+
+    schema: str = ""
+    tag: str = ""
+    speechless: bool = False
+    """Whether it leaves no room for reasoning."""
+    not_held: str = ""
+    """The field of the request that the model is only asked to follow; empty where it is held to all."""
+    why: str = ""
+
+
+def forced_by(ask: Ask, dialect: Dialect) -> Forced:
+    """What of a request the engine enforces.
+
+    Beside tools the model is only asked to follow a schema that is not strict, since it may want to call one.
 
     Raises:
         Refused: a strict schema, of the answer or of a tool, cannot be forced.
     """
-    if ask.tools and ask.choice.mode != "none":
-        return "", _tag_of_calls(ask, dialect)
     trouble = dialect.schema_trouble(ask.schema) if ask.schema else ""
     if trouble and ask.strict:
         raise Refused(400, trouble, param="response_format")
-    return "" if trouble else ask.schema, ""
+    if ask.tools and ask.choice.mode != "none":
+        return _forced_calls(ask, dialect)
+    if trouble:
+        return Forced(not_held="response_format", why=trouble)
+    return Forced(schema=ask.schema, speechless=bool(ask.schema))
 
 
-def _tag_of_calls(ask: Ask, dialect: Dialect) -> str:
+def _forced_calls(ask: Ask, dialect: Dialect) -> Forced:
     tools = [tool for tool in ask.tools if ask.choice.mode != "tool" or tool["function"]["name"] == ask.choice.name]
+    must = ask.choice.is_forced
     for tool in filter(is_strict, tools):
         if trouble := dialect.schema_trouble(as_schema(schema_of(tool))):
             raise Refused(400, f"tool {tool['function']['name']} is strict, and {trouble}", param="tools")
-    return calls_tag(dialect.written, tools, forced=ask.choice.is_forced)
+    try:
+        if ask.schema and ask.strict and not must:
+            return Forced(tag=calls_or_json_tag(dialect.written, tools, ask.schema), speechless=True)
+        tag = calls_tag(dialect.written, tools, forced=must)
+    except DataError as error:
+        raise Refused(400, str(error), param="tools") from error
+    if any(map(is_strict, tools)) and not tag:
+        why = "calls of this model begin as other answers do, so only those that are required can be held to a schema"
+        return Forced(not_held="tools", why=why, speechless=must)
+    if ask.schema and not must:
+        return Forced(tag=tag, not_held="response_format", why="it is not strict, and the model may call tools instead")
+    return Forced(tag=tag, speechless=must)
 
 
 def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:

@@ -78,6 +78,12 @@ class Ask:
     """JSON schema of the answer, as JSON; empty is any text."""
     strict: bool = False
     """Refuse a schema that answers cannot be held to; else the model is only asked to follow it."""
+    previous: str = ""
+    """Id of the answer that ``messages`` go on from, of those that the session keeps; empty where they are whole."""
+    lead: int = 0
+    """How many messages, at the beginning, hold for this answer alone: what goes on from it does without them."""
+    store: bool = False
+    """Whether the session keeps the answer for requests that go on from it."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """What the answer repeats of the request."""
 

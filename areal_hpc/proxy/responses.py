@@ -29,7 +29,7 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p
 DEFAULTS = {"metadata": {}, "tool_choice": "auto", "tools": [], "text": {"format": {"type": "text"}}}
 WITH_LOGPROBS = "message.output_text.logprobs"
 """What a client includes to see the log-probs: those of all that was sampled, reasoning and calls too."""
-UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")
+UNSUPPORTED = ("conversation", "background", "prompt")
 
 
 def parse(body: Mapping[str, Any]) -> Ask:
@@ -39,11 +39,13 @@ def parse(body: Mapping[str, Any]) -> Ask:
             raise Refused(400, f"{name} is not supported; send the whole conversation as input", param=name)
     asked = body.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else given(body, "input", list, [])
-    messages = tuple(_messages(given(body, "instructions", str, ""), items))
-    if not messages:
+    own = tuple(_messages(items))
+    if not own:
         raise Refused(400, "input must be a text or a list with at least one item", param="input")
     wanted = given(given(body, "text", dict, {}), "format", dict, {})
     structured = structure(wanted, wanted)
+    instructions = given(body, "instructions", str, "")
+    messages = (message("system", instructions), *own) if instructions else own
     if structured:
         messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
@@ -51,6 +53,9 @@ def parse(body: Mapping[str, Any]) -> Ask:
     return Ask(
         model=given(body, "model", str, ""),
         messages=messages,
+        lead=len(messages) - len(own),
+        previous=given(body, "previous_response_id", str, ""),
+        store=given(body, "store", bool, True),
         tools=tools,
         choice=checked_choice(_choice(body.get("tool_choice")), tools),
         parallel=given(body, "parallel_tool_calls", bool, True),
@@ -64,10 +69,8 @@ def parse(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def _messages(instructions: str, items: Sequence[Any]) -> Iterator[Message]:
+def _messages(items: Sequence[Any]) -> Iterator[Message]:
     """Items as messages: what one answer consisted of (reasoning, text, calls) is one message again."""
-    if instructions:
-        yield message("system", instructions)
     answer: list[Mapping[str, Any]] = []
     for number, item in enumerate(items):
         try:
@@ -138,9 +141,9 @@ def _response(call: Call, created: int, status: str, **more: Any) -> dict[str, A
         "model": call.ask.model,
         "output": [],
         "parallel_tool_calls": call.ask.parallel,
-        "previous_response_id": None,
+        "previous_response_id": call.ask.previous or None,
         "reasoning": {"effort": None, "summary": None},
-        "store": False,
+        "store": call.ask.store,
         "truncation": "disabled",
         "usage": None,
         "user": None,

@@ -24,7 +24,7 @@ from areal_hpc.config.schema import AgentConfig
 from areal_hpc.dialogue.transcript import Template, Transcript
 from areal_hpc.protocols import Generator
 from areal_hpc.proxy.requests import Refused
-from areal_hpc.types import Sampling, Trajectory
+from areal_hpc.types import Message, Sampling, Trajectory
 from areal_hpc.waits import AGENT, waiting
 
 
@@ -79,6 +79,8 @@ class Session:
     """Seconds since 1970."""
     used: float = field(default_factory=monotonic)
     num_calls: int = 0
+    answered: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    """Conversations with the answers that end them, by call, for requests that go on from them by their id alone."""
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
     ended: float | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_hpc import event_loop
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import make_rollout
 
 
 def main(process: RoleProcess) -> int:
-    asyncio.run(_roll(process))
+    event_loop.run(_roll(process))
     return EXIT_STOPPED
 
 

@@ -23,7 +23,11 @@ from real_engines import MAX_RUNNING as REAL_MAX_RUNNING
 from real_engines import MAX_TOKENS, SGLANG, VLLM, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
 
+from areal_hpc.dialogue.parts import Reading
 from areal_hpc.dialogue.renderer import load_tokenizer
+from areal_hpc.dialogue.structural_tag import calls_tag
+from areal_hpc.dialogue.tool_calls import kinds_of
+from areal_hpc.dialogue.tool_formats import FORMATS, ToolFormat
 from areal_hpc.errors import GenerationError, RequestRefused
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
@@ -175,16 +179,19 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(kind: str, requ
     asyncio.run(scenario())
 
 
-TAGGED = {"structures": [{"begin": "<a>", "schema": {"enum": ["x", "y"]}, "end": "</a>"}], "triggers": ["<a>"]}
+def tagged(schema: Any, *, at_least_one: bool = False) -> str:
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
+    found = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag], "at_least_one": at_least_one}
+    return json.dumps({"type": "structural_tag", "format": found})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_grammar_that_cannot_be_forced_is_refused_with_a_reason(engine: Opens, streamed: bool) -> None:
     nonsense = {"type": "nonsense"}
-    tag = {**TAGGED, "structures": [{**TAGGED["structures"][0], "schema": nonsense}]}  # type: ignore[dict-item]
 
     async def scenario(made: Any) -> None:
-        grammars = ({"json_schema": json.dumps(nonsense)}, {"structural_tag": json.dumps(tag)})
+        grammars = ({"json_schema": json.dumps(nonsense)}, {"structural_tag": tagged(nonsense)})
         for number, grammar in enumerate(grammars):
             request = asked(4, f"g{number}", **grammar)
             with pytest.raises(RequestRefused, match=r"refuses the request: .{20}"):
@@ -198,7 +205,7 @@ def test_what_a_tag_begins_is_held_to_its_schema_and_log_probs_are_those_of_what
     engine: Opens, judge: tuple[Path, Any]
 ) -> None:
     tokenizer = load_tokenizer(judge[0])
-    must = json.dumps({**TAGGED, "at_least_one": True})
+    must = tagged({"enum": ["x", "y"]}, at_least_one=True)
 
     async def scenario(made: Any) -> None:
         forced = asked(24, structural_tag=must, temperature=1.0, ignore_eos=False)
@@ -211,6 +218,30 @@ def test_what_a_tag_begins_is_held_to_its_schema_and_log_probs_are_those_of_what
         assert completion.logprobs[choice] < 0.0
         both = {tokenizer.decode([token]): logprob for logprob, token in completion.top_logprobs[choice]}
         assert set(both) == {"x", "y"} and sum(map(math.exp, both.values())) == pytest.approx(1.0, abs=1e-4)
+
+    run(engine, scenario)
+
+
+PICK = {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "word": {"type": "string", "enum": ["x", "y"]}}
+STRICT = {"type": "object", "properties": PICK, "required": ["n"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "pick", "strict": True, "parameters": STRICT}}
+
+
+def test_calls_are_held_to_their_schema_in_every_format(engine: Opens, judge: tuple[Path, Any]) -> None:
+    """By a model that knows none of them; the reader of answers is the judge."""
+    tokenizer = load_tokenizer(judge[0])
+
+    async def scenario(made: Any) -> None:
+        async def held(family: str, written: ToolFormat) -> None:
+            tag, end = calls_tag(written, [TOOL], forced=True), "}}" if family == "llama3" else written.held.end
+            forced = asked(400, family, structural_tag=tag, stop=(end,), temperature=1.0, ignore_eos=False)
+            text = tokenizer.decode((await made.generate(forced)).token_ids.tolist())
+            call = Reading(format=written, kinds=kinds_of([TOOL])).read(text, final=True).calls[0]
+            arguments = json.loads(call.arguments)
+            assert call.name == "pick" and set(arguments) in ({"n"}, {"n", "word"}), text
+            assert arguments["n"] in range(10) and arguments.get("word", "x") in ("x", "y"), text
+
+        await asyncio.gather(*(held(family, written) for family, written in FORMATS.items()))
 
     run(engine, scenario)
 

@@ -157,7 +157,7 @@ agent.max_tokens: int
 agent.max_s: float
 agent.max_open: int
 agent.discount: float
-agent.tool_format: auto | hermes | qwen | qwen_coder | llama3 | deepseek | glm | kimi
+agent.tool_format: auto | hermes | qwen | qwen_coder | llama3 | deepseek_v3 | deepseek | glm | glm47 | kimi
 agent.idle_s: float
 agent.online.enabled: bool
 agent.online.host: str

@@ -156,7 +156,7 @@ def test_several_choices_are_sampled_apart_and_kept_apart(hermes: ChatRenderer) 
         ("/v1/completions", {"prompt": "\ud800"}, "cannot be rendered"),
         ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"tokenize": False}}, "'tokenize'"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
-        ("/v1/responses", {"input": "hi", "previous_response_id": "x"}, "send the whole conversation"),
+        ("/v1/responses", {"input": "hi", "previous_response_id": "x"}, "Previous response with id 'x' not found"),
         ("/v1/messages", {"messages": []}, "at least one message"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt must be one text"),

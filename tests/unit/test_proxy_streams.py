@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dialogues import said
-from served import ADMIN, STREAMS, USER, Gated, Served, run, served, text_of
+from served import ADD, ADMIN, CALL, STREAMS, USER, Gated, Served, run, served, text_of
 
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import GenerationError
@@ -189,5 +189,32 @@ def test_usage_is_the_last_chunk_before_the_end_where_it_is_asked_for(
             assert all(chunk["choices"] and chunk.get("usage") is None for chunk in chunks)
             assert all(("usage" in chunk) == bool(wanted) for chunk in chunks)
             assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario())
+
+
+def test_a_stream_that_shows_nothing_of_what_is_sampled_is_kept_alive_as_well(hermes: ChatRenderer) -> None:
+    """Calls are told when they are whole, and their arguments may take minutes."""
+
+    async def scenario() -> None:
+        engine = Gated(said(hermes, CALL % 1))
+        async with served(hermes, [], generator=engine, keep_alive_s=0.02) as service:
+            headers = {"Authorization": f"Bearer {service.session.key}"}
+            body = {"messages": [USER], "tools": [ADD], "stream": True}
+            engine.next()
+            async with service.http.post(f"{service.url}/v1/chat/completions", json=body, headers=headers) as answer:
+
+                async def sampled() -> None:
+                    for _ in said(hermes, CALL % 1)[2:]:
+                        engine.next()
+                        await asyncio.sleep(0.005)
+
+                sampling = asyncio.create_task(sampled())
+                while not (await answer.content.readline()).startswith(b": keep-alive"):
+                    pass
+                assert not sampling.done()
+                await sampling
+                engine.next()
+                assert b'"finish_reason": "tool_calls"' in await answer.read()
 
     run(scenario())

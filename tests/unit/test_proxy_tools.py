@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from dialogues import FAMILIES, HEADER, HERMES, make_dialogue
 from served import ADD, CALL, USER, run, served
+from tiny_models import VOCAB_SIZE, make_tokenizer
 
+from areal_hpc.dialogue.grammar import Grammars
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Drift
 from areal_hpc.errors import RequestRefused
@@ -92,8 +94,6 @@ def test_a_schema_is_told_to_the_model_and_forced_by_the_engine(hermes: ChatRend
             assert service.engine.requests[-1].sampling.json_schema == '{"type": "object"}'
             await service.chat("hi", response_format={"type": "text"})
             assert service.engine.requests[-1].sampling.json_schema == ""
-            await service.chat("hi", response_format=FORMAT, tools=[ADD])  # the answer may be a call
-            assert service.engine.requests[-1].sampling.json_schema == ""
             await service.chat("hi", response_format=FORMAT, tools=[ADD], tool_choice="none")
             assert service.engine.requests[-1].sampling.json_schema == json.dumps(SCHEMA)
 
@@ -164,15 +164,24 @@ def test_calls_of_strict_tools_are_forced_wherever_they_come(hermes: ChatRendere
                 told = service.engine.requests[-1].sampling.structural_tag
                 return json.loads(told) if told else None
 
-            begun = '<tool_call>\n{"name": "%s", "arguments": '
-            add = {"begin": begun % "add", "schema": ADD["function"]["parameters"], "end": "}\n</tool_call>"}
-            note = {"begin": begun % "note", "schema": {"type": "object"}, "end": "}\n</tool_call>"}
-            free = {"triggers": ["<tool_call>"], "at_least_one": False}
-            forced = {**free, "at_least_one": True}
-            assert await tag(tools=[STRICT, FREE]) == {"structures": [add, note], **free}
-            assert await tag(tools=[STRICT, FREE], tool_choice="required") == {"structures": [add, note], **forced}
+            def tags(at_least_one: bool, **schemas: Any) -> Any:
+                calls = [
+                    {
+                        "type": "tag",
+                        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+                        "content": {"type": "json_schema", "json_schema": schema},
+                        "end": "}\n</tool_call>",
+                    }
+                    for name, schema in schemas.items()
+                ]
+                found = {"triggers": ["<tool_call>"], "tags": calls, "at_least_one": at_least_one}
+                return {"type": "structural_tag", "format": {"type": "triggered_tags", **found}}
+
+            add, note = ADD["function"]["parameters"], {"type": "object"}
+            assert await tag(tools=[STRICT, FREE]) == tags(False, add=add, note=note)
+            assert await tag(tools=[STRICT, FREE], tool_choice="required") == tags(True, add=add, note=note)
             named = {"type": "function", "function": {"name": "add"}}
-            assert await tag(tools=[STRICT, FREE], tool_choice=named) == {"structures": [add], **forced}
+            assert await tag(tools=[STRICT, FREE], tool_choice=named) == tags(True, add=add)
             assert hermes.spelled(service.engine.requests[-1].token_ids).endswith("assistant\n")  # nothing is begun
             assert await tag(tools=[ADD, FREE]) is None
             assert await tag(tools=[STRICT], tool_choice="none") is None
@@ -181,7 +190,7 @@ def test_calls_of_strict_tools_are_forced_wherever_they_come(hermes: ChatRendere
             tool = {"name": "add", "input_schema": ADD["function"]["parameters"], "strict": True}
             await service.post("/v1/messages", {"messages": [USER], "max_tokens": 99, "tools": [tool]})
             for request in service.engine.requests[-2:]:
-                assert json.loads(request.sampling.structural_tag) == {"structures": [add], **free}
+                assert json.loads(request.sampling.structural_tag) == tags(False, add=add)
 
     run(scenario())
 
@@ -197,19 +206,72 @@ def test_a_strict_tool_that_cannot_be_forced_is_refused(hermes: ChatRenderer) ->
     run(scenario())
 
 
-def test_where_calls_are_no_json_strict_tools_are_asked_for_only(dialogues: dict[str, ChatRenderer]) -> None:
+def test_calls_that_are_no_json_are_held_as_well(dialogues: dict[str, ChatRenderer]) -> None:
     async def scenario() -> None:
-        async with served(dialogues["glm"], lambda _: "yes") as service:
-            await service.chat("hi", tools=[STRICT])
-            await service.chat("hi", tools=[STRICT], tool_choice="required")
-            assert [request.sampling.structural_tag for request in service.engine.requests] == ["", ""]
-            assert dialogues["glm"].spelled(service.engine.requests[1].token_ids).endswith("<tool_call>")
+        call = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        async with served(dialogues["glm"], lambda _: call) as service:
+            for choice in ("auto", "required"):
+                made = (await service.chat("hi", tools=[STRICT], tool_choice=choice))["message"]["tool_calls"]
+                assert made[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+                matcher = Grammars(make_tokenizer(), [0], VOCAB_SIZE).matcher(
+                    structural_tag=service.engine.requests[-1].sampling.structural_tag
+                )
+                for token in make_tokenizer().encode(call):
+                    assert matcher.allowed()[token]
+                    matcher.take(token)
+            text = {"type": "function", "function": {"name": "odd", "strict": True, "parameters": {"oneOf": []}}}
+            status, answer = await service.post("/v1/chat/completions", {"messages": [USER], "tools": [text]})
+            assert (status, answer["error"]["param"]) == (400, "tools")
+
+    run(scenario())
+
+
+def test_what_is_only_asked_for_is_said_in_the_answer_and_once_in_the_log(
+    dialogues: dict[str, ChatRenderer], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
         async with served(dialogues["llama"], lambda _: "yes") as service:
-            await service.chat("hi", tools=[STRICT])
-            assert service.engine.requests[0].sampling.structural_tag == ""  # any JSON begins as a call does
-            await service.chat("hi", tools=[STRICT], tool_choice="required")
-            tag = json.loads(service.engine.requests[1].sampling.structural_tag)
-            assert (tag["triggers"], tag["structures"][0]["end"]) == (['{"name": "'], "}")
+
+            async def said(**more: Any) -> str:
+                headers = {"Authorization": f"Bearer {service.session.key}"}
+                url, body = f"{service.url}/v1/chat/completions", {"messages": [USER], **more}
+                async with service.http.post(url, json=body, headers=headers) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return answer.headers.get("X-Not-Enforced", "")
+
+            for stream in (False, True, False):
+                assert await said(tools=[STRICT], stream=stream) == "tools"  # any JSON begins as a call does
+                assert service.engine.requests[-1].sampling.structural_tag == ""
+            assert await said(tools=[STRICT], tool_choice="required") == ""
+            tag = json.loads(service.engine.requests[-1].sampling.structural_tag)["format"]
+            assert (tag["triggers"], tag["tags"][0]["end"]) == (['{"name": "'], "}")
+            loose = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+            assert await said(tools=[ADD], response_format=loose) == "response_format"
+            assert await said(response_format=loose) == ""
+        warned = [record.getMessage() for record in caplog.records if "is not enforced" in record.getMessage()]
+        assert len(warned) == 2 and "calls of this model begin as other answers do" in warned[0]
+
+    run(scenario())
+
+
+def test_a_strict_schema_beside_tools_leaves_json_of_it_or_calls_and_nothing_else(hermes: ChatRenderer) -> None:
+    async def scenario() -> None:
+        async with served(hermes, ['{"b": 1}', CALL % 1]) as service:
+            assert (await service.chat("hi", response_format=FORMAT, tools=[ADD]))["message"]["content"] == '{"b": 1}'
+            choice = await service.chat("hi", response_format=FORMAT, tools=[ADD])
+            assert choice["finish_reason"] == "tool_calls"
+            tag, tokenizer = service.engine.requests[-1].sampling.structural_tag, make_tokenizer()
+            grammars = Grammars(tokenizer, [tokenizer.eos_token_id], VOCAB_SIZE)
+            for text in ('{"b": 1}', (CALL % 1).strip(), (CALL % 1) + "\n" + (CALL % 2)):
+                matcher = grammars.matcher(structural_tag=tag)
+                for token in tokenizer.encode(text):
+                    assert matcher.allowed()[token], text
+                    matcher.take(token)
+                assert matcher.allowed()[tokenizer.eos_token_id]
+            begun = {
+                tokenizer.decode([token])[:1] for token in grammars.matcher(structural_tag=tag).allowed().nonzero()[0]
+            }
+            assert begun == {"{", "<"}
 
     run(scenario())
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.dialogue.parts import Parts, Reading
-from areal_hpc.dialogue.tool_formats import FORMATS, detect, kinds_of
+from areal_hpc.dialogue.tool_calls import kinds_of
+from areal_hpc.dialogue.tool_formats import FORMATS, detect
 
 TOOLS = [
     {
@@ -152,6 +153,9 @@ def test_nothing_that_a_model_writes_is_run_and_nothing_brings_the_reader_down(t
 def test_templates_show_their_format() -> None:
     assert [detect(template) for template in (HERMES, LLAMA, GLM)] == ["hermes", "llama3", "glm"]
     assert detect("{{ messages }}") == "hermes"
+    assert detect(GLM.replace("</arg_key>\n<arg_value>", "</arg_key><arg_value>")) == "glm47"
+    begun = deep("tool calls begin")
+    assert [detect(begun), detect(begun + "\n```json\n")] == ["deepseek", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -159,7 +163,9 @@ def test_a_forced_call_begins_as_the_family_writes_it_and_is_read_with_what_foll
     rest = {
         "qwen_coder": "<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
         "glm": "<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
+        "glm47": "<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
         "deepseek": '{"city": "Paris"}',
+        "deepseek_v3": '{"city": "Paris"}\n```' + deep("tool call end"),
         "kimi": '{"city": "Paris"}<|tool_call_end|>',
         "llama3": '{"city": "Paris"}}',
     }.get(family, '{"city": "Paris"}}\n</tool_call>')

@@ -24,7 +24,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.delta import Weight, bits, difference
 from areal_hpc.dialogue.grammar import LAYOUT
-from areal_hpc.dialogue.structural_tag import lark_of
+from areal_hpc.dialogue.tag_grammar import lark_of
 from areal_hpc.errors import ConfigError, GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import Connection, EngineLost
@@ -220,7 +220,8 @@ def test_the_likeliest_tokens_are_told_in_their_order_and_none_that_could_not_be
 
 
 def test_grammars_are_those_of_the_other_engines_but_for_tokens_that_vllm_reads_as_no_text(drive: Drive) -> None:
-    tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]}
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    tag = {"format": {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}}
 
     async def scenario(client: EngineClient, engine: Any) -> None:
         await client.generate(asked(1, json_schema='{"type": "object"}'))

@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from areal_hpc.dialogue.grammar import LAYOUT, grammar_of, grammar_of_tag
-from areal_hpc.dialogue.structural_tag import TEXT_TOKENS, lark_of
+from areal_hpc.dialogue.tag_grammar import TEXT_TOKENS, lark_of
 from areal_hpc.dialogue.text import Text, load_text
 from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.generation.served.request import SamplingParams
