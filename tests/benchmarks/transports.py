@@ -160,7 +160,7 @@ class Ring(Transport):
         for number, group in enumerate(groups(self.count)):
             meta, body = encode_group(group)
             while due(chain):
-                time.sleep(0.004)
+                time.sleep(0.002)
             chain.append(RecordType.DATA, number, {**meta, "version": [1, 0]}, body)
         commits.stop()
         chain.end()
@@ -170,12 +170,14 @@ class Ring(Transport):
         chains = [ChainReader(self.directory / "ring" / "chains", self.name(slot)) for slot in self.mine(reader)]
         num_read = 0
         while not all(chain.ended for chain in chains):
+            before = num_read
             for chain in chains:
                 refs = [found.ref(str(chain.name)) for found in chain.poll()]
                 for start in range(0, len(refs), STEP):
                     KEPT.extend(intact(fetcher.read_all(refs[start : start + STEP])))
                 num_read += len(refs)
-            time.sleep(POLL_S)
+            if num_read == before:
+                time.sleep(POLL_S)
         assert num_read == self.count * len(chains)
 
 
