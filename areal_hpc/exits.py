@@ -22,7 +22,7 @@ MEANINGS: Final[Mapping[int, str]] = {
     EXIT_DONE: "done",
     EXIT_FAILED: "failed, or ended by force, or (ledger) violated; the last lines say why",
     EXIT_USER_ERROR: "a mistake to mend; the message says how",
-    EXIT_UNNEEDED: "(join, in a Slurm job) the run is out; the job rests until it is there again",
+    EXIT_UNNEEDED: "(join --rest) the run is out; the job is to rest until it is there again",
     EXIT_STALLED: "nobody got on for limits.stall_s; the message says who waited for whom",
     EXIT_STOPPED: "stopped on request, in order; the same command with --resume goes on",
     EXIT_INTERRUPTED: "interrupted before a run was begun",

@@ -44,6 +44,11 @@ def _add_join(commands: Commands) -> None:
         "--wait", type=float, metavar="SECONDS", help="for the run to start or to go on; limits.rejoin_s if not given"
     )
     join.add_argument("--after", type=int, default=0, metavar="EPOCH", help="only attempts that come after this one")
+    join.add_argument(
+        "--rest",
+        action="store_true",
+        help="in a satellite's script: exit with 69, for the job to be held, if none comes",
+    )
     join.set_defaults(command=_join)
 
 
@@ -80,6 +85,7 @@ def _join(options: argparse.Namespace) -> int:
         after=options.after,
         wait_s=options.wait,
         environment=os.environ,
+        may_rest=options.rest,
     )
 
 

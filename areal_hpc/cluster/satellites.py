@@ -107,7 +107,7 @@ def join_command(config: Config, python: str, arguments: str) -> str:
     container, words = on_each_node(config, satellite_of(config).gpus, [])
     options = "--ntasks-per-node=1 --kill-on-bad-exit=0 --overlap --mpi=none --cpu-bind=none"
     before = shlex.join([*container, *words])
-    return " ".join(filter(None, ["srun", options, before, python, "-u -m areal_hpc join", arguments]))
+    return " ".join(filter(None, ["srun", options, before, python, "-u -m areal_hpc join --rest", arguments]))
 
 
 def render_satellite(job: Job, command: str) -> str:

@@ -1,6 +1,8 @@
 """What a submission hands out: submitit's ``Job``, with states and logs that are right for our jobs as well.
 
-    job = submit_run(config, main).job         in a notebook; the run's directory tells the rest
+    from areal_hpc.cli import main             in a notebook, on a login node
+    from areal_hpc.roles.submission import submit_run
+    job = submit_run(config, main).job         which is what `areal-hpc submit` does
     job.state                                  one word for all components; job.states has one each
     job.done(), job.wait()                     also end where Slurm keeps no accounts
     job.result()                               0, the run's exit code; or UncompletedJobError with the end of its log

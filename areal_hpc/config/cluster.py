@@ -107,7 +107,8 @@ class ClusterConfig:
     """Put the engines on the trainer's nodes, on GPUs of their own, so that one node is enough. In the shape
     `satellites` they are there anyway."""
     satellites: int = 1
-    """Jobs of engines that `submit` hands in, in the shape `satellites`; each asks for what cluster.generation says."""
+    """Jobs of engines that `submit` hands in, in the shape `satellites`; each asks for what cluster.generation says,
+    and rests in the queue while the run is out for longer than limits.rejoin_s."""
     all: ComponentConfig = field(default_factory=lambda: ComponentConfig(nodes=1))
     """What every component asks for unless it says otherwise."""
     trainer: ComponentConfig = field(default_factory=ComponentConfig)

@@ -6,8 +6,9 @@
                 not end (``eviction``); the trainer's heart beats
     leave       SIGTERM: seats are left, requests under way end or are asked anew of others, engines end
     again       the attempt is over and the run is not: the same for the next one
-    rest        none comes for limits.rejoin_s: in a Slurm job the nodes are given back, and the job is held until the
-                run is there again (``resting``); so it is after engines that died too often, until the next attempt
+    rest        none comes for limits.rejoin_s: with ``--rest``, as the script of a satellite says, the nodes are given
+                back, and the job is held until the run is there again (``resting``); so it is after engines that died
+                too often, until the next attempt
 
 Nothing of the run hangs on this process: whatever becomes of it and its node, the run goes on. What it may do is what
 the run directory lets it: whoever can read the run's secret may serve the run.
@@ -116,7 +117,13 @@ def _on(devices: tuple[int, ...]) -> str:
 
 
 def join_run(
-    root: Path, *, num_engines: int | None, after: int, wait_s: float | None, environment: Mapping[str, str]
+    root: Path,
+    *,
+    num_engines: int | None,
+    after: int,
+    wait_s: float | None,
+    environment: Mapping[str, str],
+    may_rest: bool = False,
 ) -> int:
     """Serve the run in ``root`` until it ends, or until this process is told to leave.
 
@@ -124,10 +131,11 @@ def join_run(
         num_engines: engines on this machine; None is as many as its devices are for, or one where it has none.
         after: attempts up to this epoch are the past: what is waited for is a later one.
         wait_s: longest time for an attempt to come; None is the run's own ``limits.rejoin_s``.
+        may_rest: whether whoever started this in a Slurm job has the job rest when it is asked for.
 
     Returns:
-        EXIT_DONE when the run has ended, EXIT_STOPPED when this process was told to leave one that goes on. In a Slurm
-        job, EXIT_UNNEEDED when no attempt came in time, or an engine died too often: the job is to rest.
+        EXIT_DONE when the run has ended, EXIT_STOPPED when this process was told to leave one that goes on. With
+        ``may_rest``, EXIT_UNNEEDED when no attempt came in time, or an engine died too often: the job is to rest.
 
     Raises:
         RunDirError, ConfigError, DataError: the run cannot be joined, or not from here.
@@ -141,7 +149,7 @@ def join_run(
     try:
         return _serve(run, job, num_engines, after, environment, wait_s=wait_s)
     except (WaitTimeout, RoleDied) as error:
-        if not job:
+        if not (job and may_rest):
             raise
         past = newest_epoch(run) if isinstance(error, RoleDied) else after
         log.warning("%s", error)

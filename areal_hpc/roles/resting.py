@@ -65,11 +65,10 @@ class Judgement:
 
 def judged(jobs: Sequence[str], queue: Mapping[str, Place]) -> Judgement:
     """Decide from where Slurm's queue has each of them; one that is not in ``queue`` has left it."""
-    waits = {job for job in jobs if job in queue and queue[job].state in WAITS}
-    held = [job for job in jobs if job in waits and queue[job].is_held]
-    return Judgement(
-        release=held, forget=[job for job in jobs if job not in queue or (job in waits and job not in held)]
-    )
+    gone = [job for job in jobs if job not in queue]
+    waits = [job for job in jobs if job in queue and queue[job].state in WAITS]
+    held = [job for job in waits if queue[job].is_held]
+    return Judgement(release=held, forget=[*gone, *(job for job in waits if job not in held)])
 
 
 class Recall:
@@ -87,6 +86,7 @@ class Recall:
         self._run, self._epoch, self._ask, self._let_go, self._clock = run, epoch, ask, let_go, clock
         self._next_look = clock()
         self._thread: threading.Thread | None = None
+        self._problem = ""
 
     def look(self) -> None:
         """Begin a round, if it is time for one and the last one is over."""
@@ -106,7 +106,9 @@ class Recall:
                 self._let_go(judgement.release)
                 log.info("satellites that rested come again: %s", ", ".join(judgement.release))
         except SubmissionError as error:
-            log.warning("satellites %s rest until Slurm answers: %s", ", ".join(jobs), error)
+            if str(error) != self._problem:  # once, though it may be away for days
+                log.warning("satellites %s rest until Slurm lets them go: %s", ", ".join(jobs), error)
+            self._problem = str(error)
             return
         for job in judgement.forget:
             forget(self._run, job)

@@ -7,6 +7,7 @@ run directory/slurm/
   1234/                    the script as sbatch got it, and submitit's files
   satellites-0001.sbatch   the script of each satellite; satellites/1235_1.log is the output of one, and
   satellites/task-1        which job has come in the place of the first, where a site does not requeue
+  satellites/resting-9_1   a job that is held while the run is out (resting.py)
   satellites/joined-9_1    a job, or a task of an array, that has had engines for the run
 """
 

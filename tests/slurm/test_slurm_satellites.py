@@ -274,6 +274,7 @@ def put_out(world: World) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # two attempts, and two ends of one; a minute and a half where there is nothing else to do
 def test_satellites_whose_run_waits_in_the_queue_give_their_nodes_back_and_come_again_with_it(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:

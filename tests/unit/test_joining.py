@@ -315,11 +315,15 @@ def test_the_wait_for_a_run_is_named_and_has_a_limit_and_a_signal_ends_it(run: R
 
 
 def test_a_job_whose_run_is_out_rests_and_one_outside_of_slurm_gives_up(run: RunDir, engines: Engines) -> None:
-    assert join(run, wait_s=0.1, after=3, environment={"SLURM_JOB_ID": "12"}) == EXIT_UNNEEDED
+    job = {"SLURM_JOB_ID": "12"}
+    with pytest.raises(WaitTimeout):
+        join(run, wait_s=0.1, environment=job)  # typed in some job, which is not a satellite's to give back
+    assert resting(run) == []
+    assert join(run, wait_s=0.1, after=3, environment=job, may_rest=True) == EXIT_UNNEEDED
     assert (resting(run, 3), resting(run, 4)) == ([], ["12"])
     attempt = begin(run)
     engines.on_start = lambda: end(attempt, "finished")
-    assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_DONE
+    assert join(run, environment=job, may_rest=True) == EXIT_DONE
     assert resting(run) == [], "it has come again"
 
 
@@ -327,7 +331,7 @@ def test_a_job_whose_engines_die_too_often_rests_until_the_next_attempt(run: Run
     publish(run.config, dump(load([run.config], ["limits.restarts=0"])).encode())
     begin(run)
     engines.on_start = lambda: engines.ending.append(Ended("generator", 1, EXIT_FAILED))
-    assert join(run, environment={"SLURM_JOB_ID": "12"}) == EXIT_UNNEEDED
+    assert join(run, environment={"SLURM_JOB_ID": "12"}, may_rest=True) == EXIT_UNNEEDED
     assert (resting(run, 1), resting(run, 2)) == ([], ["12"])
 
 

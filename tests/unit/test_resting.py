@@ -96,8 +96,11 @@ def test_a_scheduler_that_does_not_answer_is_asked_again(run: RunDir, caplog: py
 
     rest(run, "9_1", 0)
     with caplog.at_level(logging.WARNING):
-        Recall(run, 1, ask=away).round()
-    assert "satellites 9_1 rest until Slurm answers: squeue does not answer" in caplog.text
+        recall = Recall(run, 1, ask=away)
+        recall.round()
+        recall.round()
+    said = "satellites 9_1 rest until Slurm lets them go: squeue does not answer"
+    assert caplog.text.count(said) == 1, "once, however long it is away"
     assert resting(run) == ["9_1"]
 
 

@@ -222,7 +222,7 @@ def test_satellites_are_submitted_along_with_the_run_and_join_the_attempts_that_
     made = submission.submit_run(config_of(tmp_path, *SATELLITES, "cluster.python=/opt/python"), print)
     ((script, options),) = slurm.arrays
     assert options[:2] == ["--array=1-3", "--dependency=after:1"]
-    assert f" /opt/python -u -m areal_hpc join {tmp_path}/quickstart --after 1 --wait 60 &" in script
+    assert f" /opt/python -u -m areal_hpc join --rest {tmp_path}/quickstart --after 1 --wait 60 &" in script
     assert f"#SBATCH --output={tmp_path}/quickstart/slurm/satellites/%A_%a.log" in script
     assert made.lines()[:2] == ["job 1", "satellites 71"]
     assert f">{tmp_path}/quickstart/slurm/satellites/task-" not in script, "Slurm requeues"
