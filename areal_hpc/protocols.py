@@ -270,7 +270,8 @@ class TrainerBackend(Protocol):
     backend.load(directory)                         # what all ranks wrote, random streams last
     """
 
-    kl_coef: float
+    @property
+    def kl_coef(self) -> float: ...
 
     @property
     def data_ranks(self) -> Peers: ...

@@ -105,6 +105,7 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
     ``max((V - R)^2, (clip(V, V_before +- clip) - R)^2) / 2``: a value that has moved further than ``clip`` towards its
     return in this step has no gradient (PPO's reference implementation, arXiv:2005.12729 section 3).
     """
+    moved = values - before
     free = (values - returns).square()
-    bounded = (before + (values - before).clamp(-clip, clip) - returns).square()
-    return torch.maximum(free, bounded) / 2, bounded > free
+    bounded = (before + moved.clamp(-clip, clip) - returns).square()
+    return torch.maximum(free, bounded) / 2, (moved.abs() > clip) & (bounded > free)  # nearer, they differ by rounding

@@ -28,7 +28,7 @@ from areal_hpc.pretrained.lora import (
     merged,
     start_value,
 )
-from areal_hpc.training.shards import FILES, SHARDS, read_whole
+from areal_hpc.training.shards import FILES, PROGRESS, SHARDS, read_whole
 
 
 class Adapters:
@@ -98,7 +98,7 @@ def outgoing(
 
 def saved_adapters(path: Path, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """What ``outgoing`` gave to engines when the checkpoint ``path`` was made, from its files alone."""
-    terms = read_json(path / "trainer.json")["lora"]
+    terms = read_json(path / PROGRESS)["lora"]
     masters, _ = read_whole(path, SHARDS, FILES)
     yield BASE, torch.tensor([terms["base"]])
     for name in sorted(masters):

@@ -16,7 +16,6 @@ and behaviour policy must be the same function of the weights.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from torch.nn.functional import linear
 
 from areal_hpc import accelerator
 from areal_hpc.algorithms import table
-from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.logprobs import token_logprobs
 from areal_hpc.algorithms.stats import Stats
 from areal_hpc.buckets import fingerprint_of
@@ -36,7 +34,7 @@ from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
-from areal_hpc.errors import CheckpointError, ConfigError, DataError
+from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.pretrained.lora import is_adapter, terms_of
 from areal_hpc.privacy import follow_directory
@@ -48,14 +46,14 @@ from areal_hpc.training.export import (
     write_checkpoint,
 )
 from areal_hpc.training.forward import forward, parts
-from areal_hpc.training.lora import Adapters, freeze, outgoing, require_same_terms
+from areal_hpc.training.lora import Adapters, freeze, outgoing
 from areal_hpc.training.optimizer import Optimizer
+from areal_hpc.training.progress import Progress
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
-from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.shards import FILES, SHARDS, read_whole
 from areal_hpc.training.snapshot import HostCopy, write_tensors
-from areal_hpc.training.updates import account, each_update, loss_divisors, reduced, sums, token_losses
+from areal_hpc.training.updates import reduced, token_losses
 from areal_hpc.types import Batch, Float32Array
 
 if TYPE_CHECKING:
@@ -104,7 +102,7 @@ class ReferenceBackend:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
         self._algorithm, self._config, self._temperature = algorithm, trainer, temperature
         self._loss = loss or table.find(algorithm.name).loss
-        self._source, self._seed, self._step = Path(model_path), seed, 0
+        self._source, self._seed = Path(model_path), seed
         self._device = torch.device(device or accelerator.detect().device)
         self._ranks = self.data_ranks = Ranks(group, str(self._device))
         self._together = table.find(algorithm.name).data.together
@@ -115,7 +113,7 @@ class ReferenceBackend:
         trained = self._model.named_parameters() if self._adapters is None else self._adapters.parameters().items()
         self._optimizer = Optimizer(trained, trainer.optimizer, getattr(torch, dtype))
         self._host_masters, self._host_moments = HostCopy(), HostCopy()
-        self.kl_coef = algorithm.kl.coef
+        self._progress = Progress(algorithm, trainer, self._terms)
         reference = reference_of(algorithm)
         own = self._adapters is not None and reference == ""
         self._reference = None if reference is None or own else self._frozen(reference, dtype)
@@ -144,7 +142,12 @@ class ReferenceBackend:
         )
 
     def _seed_rank(self) -> None:
-        torch.manual_seed(self._seed + self._ranks.rank + 1_000_003 * self._step)
+        torch.manual_seed(self._seed + self._ranks.rank + 1_000_003 * self._progress.step)
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the next step."""
+        return self._progress.kl_coef
 
     # Forward
 
@@ -189,31 +192,23 @@ class ReferenceBackend:
 
         A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
         """
-        lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
-        totals = sums([batch.num_trainable for batch in minibatches], self._ranks)
-        divisors = loss_divisors(minibatches, totals, self._algorithm, self._ranks)
+        return self._progress.take(
+            minibatches, self._ranks, update=self._update, tell=self._told, critic=self._train_critic
+        )
 
-        def update(batch: Batch, divisor: int) -> tuple[list[Stats], float]:
-            self._optimizer.zero_grad()
-            stats = [self._backward(part, divisor) for part in self._parts(batch)]
-            self._optimizer.reduce(self._ranks.group)
-            return stats, self._optimizer.step(lr)
+    def _update(self, batch: Batch, divisor: int, lr: float) -> tuple[list[Stats], float]:
+        self._optimizer.zero_grad()
+        stats = [self._backward(part, divisor) for part in self._parts(batch)]
+        self._optimizer.reduce(self._ranks.group)
+        return stats, self._optimizer.step(lr)
 
-        stats, norms = each_update(minibatches, totals, divisors, update)
-        told = reduced(stats, self._ranks)
-        self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
-        learned = self._train_critic(minibatches, totals, lr)
-        self._step += 1
-        return {
-            **account(told, norms, totals, lr),
-            **learned,
-            **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
-        }
+    def _told(self, stats: Sequence[Stats]) -> dict[str, float]:
+        return reduced(stats, self._ranks)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Mapping[str, float]:
         """Loss and its statistics on this rank's share of held-out data, over all ranks; nothing is trained."""
-        return reduced([self._losses(part)[1] for part in self._parts(batch)], self._ranks)
+        return self._told([self._losses(part)[1] for part in self._parts(batch)])
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         found = parts(batch, self._config.tokens_per_microbatch, together=self._together)
@@ -235,7 +230,13 @@ class ReferenceBackend:
         logprobs, entropy = self._forward(self._model, batch, with_entropy=True)
         assert entropy is not None
         return token_losses(
-            batch, logprobs, entropy, self._loss, self._algorithm, version_now=self._step + 1, kl_coef=self.kl_coef
+            batch,
+            logprobs,
+            entropy,
+            self._loss,
+            self._algorithm,
+            version_now=self._progress.version_now,
+            kl_coef=self.kl_coef,
         )
 
     # Weights and checkpoints
@@ -268,8 +269,7 @@ class ReferenceBackend:
             return lambda path: publish_json(path / _streams_name(rank), streams)
         masters = self._host_masters.take(self._optimizer.masters.items())
         moments = self._host_moments.take(self._optimizer.state_dict().items())
-        num_updates = self._optimizer.num_updates
-        progress = {"step": self._step, "num_updates": num_updates, "kl_coef": self.kl_coef, "lora": self._terms}
+        write_progress = self._progress.writer(self._optimizer.num_updates)
         write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
@@ -277,7 +277,7 @@ class ReferenceBackend:
                 write_tensors(tensors, path / name)
             if write_critic is not None:
                 write_critic(path)
-            publish_json(path / "trainer.json", progress)
+            write_progress(path)
             publish_json(path / _streams_name(rank), streams)
 
         return write
@@ -289,15 +289,9 @@ class ReferenceBackend:
             CheckpointError: the directory is not one of this backend, or holds another model.
         """
         path = Path(directory)
-        if not (path / "trainer.json").is_file():
-            raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
-        progress = read_json(path / "trainer.json")
-        require_same_terms(path, progress.get("lora") or {}, self._terms)
+        num_updates = self._progress.read(path)
         masters, moments = read_whole(path, SHARDS, FILES)
-        self._optimizer.load_state_dict(masters, moments, progress["num_updates"])
-        self._step = progress["step"]
-        if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
-            self.kl_coef = progress.get("kl_coef") or self.kl_coef  # 0 was off: nothing to go on from
+        self._optimizer.load_state_dict(masters, moments, num_updates)
         if self._critic is not None:
             self._critic.load(path)
         streams = path / _streams_name(self._ranks.rank)

@@ -37,6 +37,8 @@ from areal_hpc.errors import CorruptRecord
 from areal_hpc.fs import publish, publish_json, read_json
 from areal_hpc.training.snapshot import same_bits
 
+PROGRESS = "trainer.json"
+"""What a checkpoint says of the trainer in one object."""
 SHARDS = "shards"
 FILES = ("model.safetensors", "optimizer.safetensors")
 """Where a checkpoint has masters and moments: of a model that ranks hold parts of, or of one rank that holds it all."""

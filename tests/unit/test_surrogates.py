@@ -260,6 +260,13 @@ def test_a_value_that_has_moved_far_enough_rests() -> None:
     assert clipped.tolist() == [True, False, False]
 
 
+def test_a_value_that_has_moved_less_is_not_clipped_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, values = (0.05 * torch.rand(1000, generator=generator) for _ in range(2))
+    assert (before + (values - before) != values).any()
+    assert not value_loss(values, before, torch.full((1000,), 0.03), clip=0.2)[1].any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_E17_a_micro_batch_without_tokens(kind: str) -> None:
     loss, config = KINDS[kind]

@@ -15,7 +15,6 @@ both hold the same tensors (all but mixtures of experts).
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor
 
 from areal_hpc.algorithms import table
-from areal_hpc.algorithms.kl import adapted
 from areal_hpc.algorithms.preferences import pair_margins
 from areal_hpc.algorithms.stats import Stats
 from areal_hpc.buckets import fingerprint_of
@@ -35,13 +33,12 @@ from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.lora import NO_LORA, LoraConfig
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.config.schema import Dtype, TrainerConfig
-from areal_hpc.errors import CheckpointError, ConfigError
-from areal_hpc.fs import publish_json, read_json
+from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture
 from areal_hpc.pretrained.lora import terms_of
 from areal_hpc.training.critic import critic_account
 from areal_hpc.training.export import write_adapters, write_checkpoint
-from areal_hpc.training.lora import outgoing, require_same_terms
+from areal_hpc.training.lora import outgoing
 from areal_hpc.training.megatron.critic import SplitCritic
 from areal_hpc.training.megatron.heads import Head, Numbers, Words
 from areal_hpc.training.megatron.parallel import Place, enter_groups
@@ -49,19 +46,10 @@ from areal_hpc.training.megatron.replay import replay
 from areal_hpc.training.megatron.requirements import check_model
 from areal_hpc.training.megatron.schedule import Passes
 from areal_hpc.training.megatron.split import AdaptedModel, SplitModel, frozen
+from areal_hpc.training.progress import Progress
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.training.schedule import learning_rate
 from areal_hpc.training.shards import FILES, SHARDS, join_shards, write_shards
-from areal_hpc.training.updates import (
-    account,
-    answer_margins,
-    each_update,
-    loss_divisors,
-    pair_losses,
-    reduced,
-    sums,
-    token_losses,
-)
+from areal_hpc.training.updates import answer_margins, pair_losses, reduced, token_losses
 from areal_hpc.types import Batch, Float32Array
 
 SCORE = "score"
@@ -100,7 +88,7 @@ class MegatronBackend:
             raise ConfigError("greedy answers cannot be trained on; set rollout.sampling.temperature above 0")
         self._algorithm, self._config, self._ranks = algorithm, trainer, ranks
         self._loss = loss or table.find(algorithm.name).loss
-        self._source, self._step, self._dtype = Path(model_path), 0, getattr(torch, dtype)
+        self._source, self._dtype = Path(model_path), getattr(torch, dtype)
         self._of_pairs = table.find(algorithm.name).pair_loss is not None
         self._is_scorer = self._of_pairs and reference_of(algorithm) is None
         architecture = check_model(self._source, trainer.parallel, lora)
@@ -114,7 +102,7 @@ class MegatronBackend:
             replay(self._model.chunks)
         self._terms = terms_of(lora, fingerprint_of(self._base_weights())) if lora.rank else {}
         self._head = Numbers(self._place) if self._is_scorer else self._words(architecture)
-        self.kl_coef = algorithm.kl.coef
+        self._progress = Progress(algorithm, trainer, self._terms)
         self._reference = self._make_reference(architecture)
         self._critic = self._make_critic(architecture) if table.find(algorithm.name).critic else None
 
@@ -152,6 +140,11 @@ class MegatronBackend:
             architecture = check_model(Path(config.path), self._config.parallel)
         source = Path(config.path) if config.path else self._source
         return SplitCritic(source, architecture, self._config, self._place, config=config, dtype=self._dtype)
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the next step."""
+        return self._progress.kl_coef
 
     # Forward
 
@@ -197,25 +190,14 @@ class MegatronBackend:
 
         A minibatch without a trainable token on any rank, or whose gradient is not finite, is skipped and counted.
         """
-        lr = learning_rate(self._step + 1, self._config.optimizer, self._config.total_steps)
-        totals = sums([batch.num_trainable for batch in minibatches], self.data_ranks)
-        divisors = loss_divisors(minibatches, totals, self._algorithm, self.data_ranks)
+        return self._progress.take(
+            minibatches, self.data_ranks, update=self._update, tell=self._told, critic=self._train_critic
+        )
+
+    def _update(self, batch: Batch, divisor: int, lr: float) -> tuple[list[Stats], float]:
         optimizer = self._model.optimizer
-
-        def update(batch: Batch, divisor: int) -> tuple[list[Stats], float]:
-            optimizer.zero_grad()
-            return self._pass(optimizer.chunks, batch, divisor, train=True), optimizer.step(lr)
-
-        stats, norms = each_update(minibatches, totals, divisors, update)
-        told = self._told(stats)
-        self.kl_coef = adapted(self.kl_coef, told.get("reference_kl", math.nan), self._algorithm.kl)
-        learned = self._train_critic(minibatches, totals, lr)
-        self._step += 1
-        return {
-            **account(told, norms, totals, lr),
-            **learned,
-            **({"kl_coef": self.kl_coef} if self._algorithm.kl.coef > 0 else {}),
-        }
+        optimizer.zero_grad()
+        return self._pass(optimizer.chunks, batch, divisor, train=True), optimizer.step(lr)
 
     def _train_critic(self, minibatches: Sequence[Batch], totals: Sequence[int], lr: float) -> dict[str, float]:
         if self._critic is None:
@@ -251,7 +233,13 @@ class MegatronBackend:
         if self._of_pairs:
             return pair_losses(answer_margins(part, logprobs), self._algorithm)
         return token_losses(
-            part, logprobs, entropy, self._loss, self._algorithm, version_now=self._step + 1, kl_coef=self.kl_coef
+            part,
+            logprobs,
+            entropy,
+            self._loss,
+            self._algorithm,
+            version_now=self._progress.version_now,
+            kl_coef=self.kl_coef,
         )
 
     # Weights and checkpoints
@@ -270,8 +258,7 @@ class MegatronBackend:
         Every rank writes its own share.
         """
         shards, rank = self._model.state.take(), self._ranks.rank
-        num_updates = self._model.optimizer.num_updates
-        progress = {"step": self._step, "num_updates": num_updates, "kl_coef": self.kl_coef, "lora": self._terms}
+        write_progress = self._progress.writer(self._model.optimizer.num_updates)
         write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(path: Path) -> None:
@@ -279,7 +266,7 @@ class MegatronBackend:
             if write_critic is not None:
                 write_critic(path)
             if rank == 0:
-                publish_json(path / "trainer.json", progress)
+                write_progress(path)
 
         return write
 
@@ -296,14 +283,7 @@ class MegatronBackend:
             CheckpointError: the directory is not a trainer's, or holds another model.
         """
         path = Path(directory)
-        if not (path / "trainer.json").is_file():
-            raise CheckpointError(f"{path} has no trainer.json; give a checkpoint of a run")
-        progress = read_json(path / "trainer.json")
-        require_same_terms(path, progress.get("lora") or {}, self._terms)
-        self._model.state.load(path, SHARDS, FILES, progress["num_updates"])
-        self._step = progress["step"]
-        if self._algorithm.kl.target is not None:  # one that does not adapt is the configuration's, also a changed one
-            self.kl_coef = progress.get("kl_coef") or self.kl_coef  # 0 was off: nothing to go on from
+        self._model.state.load(path, SHARDS, FILES, self._progress.read(path))
         if self._critic is not None:
             self._critic.load(path)
 
