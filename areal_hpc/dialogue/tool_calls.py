@@ -99,6 +99,10 @@ def _from_json(text: str) -> ToolCall | None:
 # -- tags
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+TAGGED_JSON = re.compile(  # whose texts may hold the tag that ends it
+    r'<tool_call>(?:((?:(?!<tool_call>)[^"]|"(?:\\.|[^"\\\n])*")*?)</tool_call>|(.*?)(?:</tool_call>|(?=<tool_call>)|\Z))',
+    re.DOTALL,
+)
 FUNCTION_CALL = re.compile(r"(?:<tool_call>\s*)?(<function=.*?(?:</function>|\Z))(?:\s*</tool_call>)?", re.DOTALL)
 FUNCTION = re.compile(r"<function=\s*([^>\n<]+?)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
 PARAMETER = r"<parameter=\s*([^>\n<]+?)\s*>\n?(.*?)\n?(?:</parameter>%s)"
@@ -107,13 +111,13 @@ TOOL_NAME = re.compile(r"[\w.:/-]+\Z")
 
 
 def tagged(pattern: re.Pattern[str], read: Callable[[str, Kinds], ToolCall | None]) -> Callable[[str, Kinds], Found]:
-    """A reader of calls that ``pattern`` finds, whose first group ``read`` makes a call of, or does not."""
+    """A reader of calls that ``pattern`` finds; of the group that has one ``read`` makes a call, or does not."""
 
     def parse(text: str, kinds: Kinds) -> Found:
         calls: list[ToolCall] = []
 
         def taken(match: re.Match[str]) -> str:
-            call = read(match.group(1).strip(), kinds)
+            call = read(next(filter(None, match.groups()), "").strip(), kinds)
             if call is None:
                 return match.group()
             calls.append(call)

@@ -25,6 +25,7 @@ from areal_hpc.dialogue.tool_calls import (
     KIMI_END,
     PYTHON_TAG,
     TAGGED,
+    TAGGED_JSON,
     Found,
     Kinds,
     bare,
@@ -99,7 +100,7 @@ def _hermes() -> ToolFormat:
     begin = _in_json('<tool_call>\n{"name": ', ', "arguments": ')
     held = Held(trigger="<tool_call>", begin=begin, end="}\n</tool_call>", separator="\n")
     opening = _opening("<tool_call>\n", held)
-    return ToolFormat(markers=("<tool_call>",), parse=tagged(TAGGED, json_body), opening=opening, held=held)
+    return ToolFormat(markers=("<tool_call>",), parse=tagged(TAGGED_JSON, json_body), opening=opening, held=held)
 
 
 def _qwen_coder() -> ToolFormat:
@@ -120,9 +121,7 @@ def _qwen_coder() -> ToolFormat:
 
 
 def _glm(line: str) -> ToolFormat:
-    """Args:
-    line: what stands between a call's parts.
-    """
+    """``line`` stands between a call's parts."""
     held = Held(
         trigger="<tool_call>",
         begin=lambda name: f"<tool_call>{name}{line}",
@@ -148,10 +147,7 @@ def _llama3() -> ToolFormat:
 
 
 def _deepseek_format(before: str, after: str, end: str) -> ToolFormat:
-    """Args:
-    before: stands before a call's name, and ``after`` behind it.
-    end: of the arguments.
-    """
+    """``before`` stands before a call's name, ``after`` behind it, and ``end`` behind its arguments."""
     held = Held(
         trigger=DEEPSEEK_CALL_BEGIN,
         begin=lambda name: f"{DEEPSEEK_CALL_BEGIN}{before}{name}{after}",

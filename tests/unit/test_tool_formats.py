@@ -99,6 +99,15 @@ def test_several_calls_come_in_their_order() -> None:
     assert [(call.id, call.name) for call in parts.calls] == [("functions.a:0", "a"), ("functions.b:1", "b")]
 
 
+def test_a_text_inside_a_call_may_hold_the_tag_that_ends_it() -> None:
+    one = '<tool_call>\n{"name": "say", "arguments": {"text": "a \\" </tool_call> <tool_call> b"}}\n</tool_call>'
+    said = ("say", {"text": 'a " </tool_call> <tool_call> b'})
+    assert calls("hermes", f"{one}\n{one}") == [said, said]
+    broken = '<tool_call>{"name": "say", "arguments": {"text": "a}}</tool_call>'
+    first, second = read("hermes", f"{broken}\n{one}").calls
+    assert (first.name, first.arguments, second.name) == ("say", '{"text": "a}', "say")
+
+
 def test_I2_a_parameter_without_its_bracket_is_skipped_and_the_others_are_kept() -> None:
     text = "<function=weather><parameter=city\nParis</parameter><parameter=days>2</parameter></function>"
     assert calls("qwen_coder", text) == [("weather", {"days": 2})]
