@@ -75,9 +75,7 @@ def fingerprint_of(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
 def plan_buckets(
     weights: Iterable[tuple[str, Weight]],
     limit_bytes: int,
-    *,
-    device: torch.device | str | None = None,
-    reuse: int = 0,
+    memory: BucketMemory | None = None,
 ) -> Iterator[Bucket]:
     """Pack a stream of tensors, in the order given, into buckets of at most ``limit_bytes``.
 
@@ -85,9 +83,7 @@ def plan_buckets(
     Each tensor must stay as it is until the bucket that holds it is out; the bucket itself is a copy.
 
     Args:
-        device: where the buffers are made; by default where the tensors are.
-        reuse: so many buckets after it, a bucket's memory is taken for another one: fresh memory costs more than the
-            copy into it. 0 is never.
+        memory: where the buckets are made; by default each in memory of its own, where the tensors are.
 
     Raises:
         WeightUpdateError: a name comes twice.
@@ -95,7 +91,7 @@ def plan_buckets(
     seen: set[str] = set()
     pending: list[tuple[str, Weight]] = []
     size = 0
-    memory = _Memory(device, reuse)
+    memory = memory or BucketMemory()
     for name, tensor in weights:
         if name in seen:
             raise WeightUpdateError(f"weight {name!r} comes twice in one update; names must be unique")
@@ -109,24 +105,36 @@ def plan_buckets(
         yield _fill(pending, memory)
 
 
-class _Memory:
-    """Where buckets are made; ``plan_buckets`` explains the arguments."""
+class BucketMemory:
+    """Where buckets are put.
 
-    def __init__(self, device: torch.device | str | None, reuse: int) -> None:
+    Args:
+        device: by default that of the tensors.
+        reuse: so many buckets after it, a bucket's memory is taken for another one: fresh memory costs more than the
+            copy into it. 0 is never.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, reuse: int = 0) -> None:
         self._device, self._reuse = device, reuse
         self._used: deque[torch.Tensor] = deque(maxlen=reuse)
+        self._largest = 0
 
-    def take(self, num: int, at_home: torch.device) -> torch.Tensor:
+    def take(self, num: int, at_home: torch.device | str = "cpu") -> torch.Tensor:
         """uint8 [num]."""
         device = torch.device(self._device or at_home)
+        self._largest = max(self._largest, num)
         oldest = self._used.popleft() if self._reuse and len(self._used) == self._reuse else None
         if oldest is None or oldest.numel() < num or oldest.device != device:
-            oldest = torch.empty(num, dtype=torch.uint8, device=device)
+            oldest = torch.empty(self._largest if self._reuse else num, dtype=torch.uint8, device=device)
         self._used.append(oldest)
         return oldest[:num]
 
+    def forget(self) -> None:
+        """Let go of what was taken: somebody else may write into it, or need the room."""
+        self._used.clear()
 
-def _fill(weights: list[tuple[str, Weight]], memory: _Memory) -> Bucket:
+
+def _fill(weights: list[tuple[str, Weight]], memory: BucketMemory) -> Bucket:
     ordered = sorted(weights, key=lambda item: -item[1].dtype.itemsize)  # stable: equal sizes keep their order
     blank = [_spec(name, tensor) for name, tensor in ordered]
     first = ordered[0][1]

@@ -20,9 +20,11 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import fingerprint, plan_buckets
+from areal_hpc.accelerator import CPU
+from areal_hpc.buckets import BucketMemory, fingerprint, plan_buckets
 from areal_hpc.collective import device_for, interfaces
 from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
@@ -61,7 +63,8 @@ class BroadcastTransport:
     ) -> None:
         self.membership = Membership(targets, timeout_s)
         self.route = f"{backend} from {host}; {interfaces(backend)}"
-        self._device = device_for(backend).device
+        accelerator = device_for(backend)
+        self._memory, self._keeps_memory = BucketMemory(accelerator.device, reuse=AHEAD + 1), accelerator is CPU
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._host = host
@@ -123,7 +126,7 @@ class BroadcastTransport:
         specs: list[TensorSpec] = []
         try:
             membership.require()
-            with Ahead(plan_buckets(travelling, self._bucket_bytes, device=self._device, reuse=AHEAD + 1)) as ahead:
+            with self._buckets(travelling) as ahead:
                 bucket = await ahead.take()
                 stages = await membership.prepare()
                 paused = time.monotonic()
@@ -147,6 +150,19 @@ class BroadcastTransport:
             **sent(specs, self._baseline),
             "fingerprint": float(fingerprint(specs)),
         }
+
+    @contextmanager
+    def _buckets(self, travelling: Iterator[tuple[str, Weight]]) -> Iterator[Ahead]:
+        """Packed ahead. In host memory the next update takes the room that this one had, if it went well: page faults
+        cost more than the copy. That of a device is the trainer's to use meanwhile."""
+        went_well = False
+        try:
+            with Ahead(plan_buckets(travelling, self._bucket_bytes, self._memory)) as ahead:
+                yield ahead
+            went_well = True
+        finally:
+            if not (went_well and self._keeps_memory):
+                self._memory.forget()
 
     async def close(self) -> None:
         """Give the group up on all sides. What the engines sample is left as it is."""

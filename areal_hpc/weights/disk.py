@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.buckets import fingerprint, plan_buckets
+from areal_hpc.buckets import BucketMemory, fingerprint, plan_buckets
 from areal_hpc.delta import Weight
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.privacy import make_inside
@@ -139,7 +139,8 @@ class DiskTransport:
         hidden = self._directory / f".{name}{UNFINISHED}"
         make_inside(hidden)
         files, specs = {}, list[TensorSpec]()
-        for number, bucket in enumerate(plan_buckets(weights, self._file_bytes, device="cpu", reuse=1), start=1):
+        buckets = plan_buckets(weights, self._file_bytes, BucketMemory("cpu", reuse=1))
+        for number, bucket in enumerate(buckets, start=1):
             file = hidden / f"model-{number:05d}.safetensors"
             files[file.name] = write_file(file, bucket)
             specs += bucket.specs

@@ -3,13 +3,14 @@
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/weights.py [--bucket-mb 16] [--rounds 5]
 
     raw        the bytes in buffers of the same size, from this process to another; neither packed, nor checked, nor
-               loaded by anybody
+               loaded by anybody; each received in memory of its own
+    raw again  the same, into memory that has been received in before: no page is touched for the first time
     update     ``BroadcastTransport.publish`` to a real embedded engine: packed, CRC-32C on both sides, copied beside
                the model's weights, put in their place
     in turn    the same, but each bucket packed only when the one before it is loaded
     changes    the same as ``update`` with a baseline, after 2 % of the elements have changed
 
-The four take turns, and their medians are compared: other work on the machine slows all of them. CPU is that of the
+The five take turns, and their medians are compared: other work on the machine slows all of them. CPU is that of the
 sending process and of the receiving one. Writes ``weights.json`` beside this file and prints a table.
 """
 
@@ -56,6 +57,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 LIMIT_S = 300.0
+RATED = ("update", "in turn", "changes")
 MIB = 1 << 20
 SHARE = 0.02
 """Of elements that change from one update to the next."""
@@ -75,9 +77,13 @@ def receive(address: GroupAddress, sizes: list[int], num_rounds: int) -> None:
     """The other end of the raw broadcast."""
     torch.set_num_threads(1)
     group = join_group(address, 1, LIMIT_S)
+    used = torch.ones(max(sizes), dtype=torch.uint8)
     for _ in range(num_rounds):
         for size in sizes:
             dist.broadcast(torch.empty(size, dtype=torch.uint8), group=group, group_src=0)
+        dist.barrier(group=group)
+        for size in sizes:
+            dist.broadcast(used[:size], group=group, group_src=0)
         dist.barrier(group=group)
 
 
@@ -155,8 +161,9 @@ async def _rounds(url: str, weights: dict[str, torch.Tensor], bucket_bytes: int,
     with raw_receiver(sizes, num_rounds + 1) as group:
         (other,) = set(psutil.Process().children()) - before
         for number in range(num_rounds + 1):
-            with clock.measure("raw", other):
-                await asyncio.to_thread(send_raw, group, buffers)
+            for name in ("raw", "raw again"):
+                with clock.measure(name, other):
+                    await asyncio.to_thread(send_raw, group, buffers)
             with clock.measure("update", engine):
                 told = await whole.publish(3 * number + 1, weights.items())
             clock.note("update paused", told["seconds_paused"])
@@ -181,7 +188,8 @@ async def _rounds(url: str, weights: dict[str, torch.Tensor], bucket_bytes: int,
         "saved": round(saved, 4),
         "median_s": {name: round(value, 4) for name, value in medians.items()},
         "all_s": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
-        "ratio": {name: round(medians["raw"] / medians[name], 3) for name in ("update", "in turn", "changes")},
+        "ratio": {name: round(medians["raw"] / medians[name], 3) for name in RATED},
+        "ratio_to_raw_again": {name: round(medians["raw again"] / medians[name], 3) for name in RATED},
     }
 
 
@@ -194,12 +202,14 @@ def main() -> None:
     result = measure(int(arguments.bucket_mb * MIB), arguments.rounds)
     Path(__file__).with_suffix(".json").write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
     print(f"{result['bytes'] / MIB:.0f} MiB in buckets of {arguments.bucket_mb:g} MiB, medians of {arguments.rounds}")
-    print("            seconds   MiB/s   of raw   paused   CPU ms/MiB of sender and receiver")
-    for name in ("raw", "update", "in turn", "changes"):
+    print("            seconds   MiB/s   of raw   again   paused   CPU ms/MiB of sender and receiver")
+    for name in ("raw", "raw again", *RATED):
         median, mib = result["median_s"], result["bytes"] / MIB
-        share, paused = result["ratio"].get(name, 1.0), median.get(f"{name} paused", 0.0)
+        share, again = median["raw"] / median[name], median["raw again"] / median[name]
+        paused = median.get(f"{name} paused", 0.0)
         cpu = "   ".join(f"{1000 * median[f'{name} {who}'] / mib:6.2f}" for who in ("sender", "receiver"))
-        print(f"{name:<10}  {median[name]:7.3f}  {mib / median[name]:6.0f}   {share:6.2f}   {paused:6.3f}   {cpu}")
+        speed = f"{median[name]:7.3f}  {mib / median[name]:6.0f}   {share:6.2f}  {again:6.2f}"
+        print(f"{name:<10}  {speed}   {paused:6.3f}   {cpu}")
     print(f"changes: {result['saved']:.1%} of the bytes were not sent")
 
 

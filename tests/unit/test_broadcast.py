@@ -55,6 +55,9 @@ class Group:
 
     log: list[str]
     sent: list[TensorSpec]
+    buffers: list[torch.Tensor]
+    """Held, so that memory which is let go is nobody's."""
+    breaks = False
 
     def __init__(self, membership: Membership, **_: Any) -> None:
         self.membership = membership
@@ -65,13 +68,16 @@ class Group:
     async def send(self, bucket: Bucket) -> None:
         self.log.append("send")
         self.sent.extend(bucket.specs)
+        self.buffers.append(bucket.buffer)
+        if self.breaks:
+            raise WeightUpdateError("broke off")
 
     async def close(self) -> None: ...
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    Group.log, Group.sent = [], []
+    Group.log, Group.sent, Group.buffers = [], [], []
     monkeypatch.setattr(broadcast, "WeightGroup", Group)
     return Group.log
 
@@ -112,3 +118,21 @@ def test_whoever_fails_is_lost_and_what_follows_is_whole(log: list[str], refused
     assert [(spec.name, spec.num_changed) for spec in Group.sent] == [("a", None), ("b", None), ("c", None)]
     assert publish(transport)["bytes_saved"] == 4800
     assert [spec.num_changed for spec in Group.sent[3:]] == [0, 0, 0]
+
+
+def test_an_update_takes_the_memory_of_the_one_before_it_unless_that_failed(log: list[str]) -> None:
+    """After a failure somebody may still be sending from it."""
+    transport = BroadcastTransport([Target("x", log, stages=True)], epoch=1, bucket_bytes=2000)
+
+    def used() -> set[int]:
+        started = len(Group.buffers)
+        publish(transport)
+        return {buffer.data_ptr() for buffer in Group.buffers[started:]}
+
+    first = used()
+    assert used() <= first
+    Group.breaks = True
+    with pytest.raises(WeightUpdateError, match="broke off"):
+        publish(transport)
+    Group.breaks = False
+    assert not used() & first

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.buckets import Bucket, dtype_named, fingerprint, plan_buckets, unpack
+from areal_hpc.buckets import Bucket, BucketMemory, dtype_named, fingerprint, plan_buckets, unpack
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.types import TensorSpec
@@ -99,6 +99,25 @@ def test_a_bucket_is_a_copy() -> None:
     [bucket] = plan_buckets([("w", weight)], 100)
     weight.zero_()
     assert torch.equal(unpack(bucket.buffer, bucket.specs)[0][1], torch.ones(3))
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), reuse=st.integers(0, 4))
+def test_a_buckets_memory_is_anothers_only_so_many_buckets_later(sizes: list[int], reuse: int) -> None:
+    memory = BucketMemory(reuse=reuse)
+    taken = [memory.take(size) for size in sizes]  # all are held, so fresh memory is nobody's
+    assert [len(one) for one in taken] == sizes
+    for place, one in enumerate(taken):
+        nearest = taken[max(0, place - max(reuse - 1, 0)) : place] if reuse else taken[:place]
+        assert one.data_ptr() not in {other.data_ptr() for other in nearest}
+
+
+def test_memory_is_used_again_until_it_is_to_be_forgotten() -> None:
+    memory = BucketMemory(reuse=2)
+    first = [memory.take(size) for size in (10, 20, 15, 20)]
+    assert [one.data_ptr() for one in first[2:]] != [one.data_ptr() for one in first[:2]], "10 are too few for 15"
+    assert [memory.take(20).data_ptr() for _ in range(2)] == [one.data_ptr() for one in first[2:]], "of the largest"
+    memory.forget()
+    assert not {memory.take(20).data_ptr() for _ in range(2)} & {one.data_ptr() for one in first}
 
 
 def one_bucket() -> Bucket:

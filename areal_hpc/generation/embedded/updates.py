@@ -16,7 +16,6 @@ loaded. What a failed bucket has met is told by the call after it.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from areal_hpc.buckets import dtype_named, num_bytes, unpack, verify
+from areal_hpc.buckets import BucketMemory, dtype_named, num_bytes, unpack, verify
 from areal_hpc.collective import interfaces, join_group, leave_group
 from areal_hpc.delta import Weight, checksum
 from areal_hpc.errors import WeightUpdateError
@@ -51,14 +50,6 @@ class _Session:
     version: str | None = None
     flush_cache: bool = False
     loading: Future[None] | None = None  # of the newest bucket
-    memory: deque[torch.Tensor] = field(default_factory=lambda: deque([torch.empty(0, dtype=torch.uint8)] * 2))
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory for one bucket, uint8; that of the bucket before it stays as it is."""
-        self.memory.rotate()
-        if self.memory[0].numel() < num_bytes:
-            self.memory[0] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self.memory[0][:num_bytes]
 
     def settle(self) -> None:
         """Wait until the newest bucket is loaded.
@@ -84,6 +75,7 @@ class WeightUpdates:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._session: _Session | None = None
         self._turn = threading.Lock()
+        self._memory = BucketMemory("cpu", reuse=2)  # of the bucket that comes and of the one before it
         self._loader = ThreadPoolExecutor(1, "loading", initializer=lambda: torch.set_num_threads(1))
 
     # -- groups
@@ -147,13 +139,18 @@ class WeightUpdates:
                 raise WeightUpdateError(f"group {group!r} does not exist; join it first")
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
-            receive = _receive_flattened if flattened else _receive_each
+            receive = self._receive_flattened if flattened else _receive_each
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-                arrived = self._or_quarantine(lambda: receive(session, self._groups[group], specs, checked))
+                arrived = self._or_quarantine(lambda: receive(self._groups[group], specs, checked))
             session.settle()
             session.loading = self._loader.submit(self._or_quarantine, lambda: self._load(session, arrived))
             session.version = version or session.version
             session.flush_cache |= flush_cache
+
+    def _receive_flattened(self, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
+        buffer = self._memory.take(sum(map(num_bytes, specs)))
+        dist.broadcast(buffer, group=group, group_src=0)
+        return lambda: unpack(buffer, specs, checked=checked)
 
     def _load(self, session: _Session, arrived: Arrived) -> None:
         weights = arrived()
@@ -266,15 +263,7 @@ class WeightUpdates:
             raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
 
 
-def _receive_flattened(
-    session: _Session, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool
-) -> Arrived:
-    buffer = session.buffer(sum(map(num_bytes, specs)))
-    dist.broadcast(buffer, group=group, group_src=0)
-    return lambda: unpack(buffer, specs, checked=checked)
-
-
-def _receive_each(session: _Session, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
+def _receive_each(group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
     """Each into memory of its own: in whatever order they come, they cannot lie back to back."""
     weights = [(spec.name, torch.empty(spec.shape, dtype=dtype_named(spec.dtype))) for spec in specs]
     for _, tensor in weights:
