@@ -22,7 +22,7 @@ from areal_hpc.config.derived import (
     signal_lead_s,
     time_limit_s,
 )
-from areal_hpc.config.engine_checks import check_delta, check_engine_ranks, check_server_args
+from areal_hpc.config.engine_checks import check_engine_ranks, check_server_args
 from areal_hpc.config.keys import value_of
 from areal_hpc.config.lora_checks import check_lora
 from areal_hpc.config.offline_checks import check_conversations, check_offline, check_pairs
@@ -340,7 +340,6 @@ ALWAYS: Final[tuple[Check, ...]] = (
     check_replicas,
     check_shared_nodes,
     check_server_args,
-    check_delta,
     check_lora,
     check_routing,
     check_minibatches,

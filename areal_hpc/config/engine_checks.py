@@ -30,9 +30,3 @@ def check_server_args(config: Config) -> Iterator[str]:
     for name in config.generation.server_args:
         if instead := OWN_ARGUMENTS.get(name.lstrip("-").replace("-", "_")):
             yield f"generation.server_args.{name}: remove it; {instead}"
-
-
-def check_delta(config: Config) -> Iterator[str]:
-    backend = config.generation.backend
-    if config.weights.delta and backend is EngineName.SGLANG:
-        yield f"weights.delta: {backend} takes whole tensors only; set it to false, or choose embedded or vllm"

@@ -91,8 +91,8 @@ class WeightsConfig:
     """Size of one flat transfer buffer, in MiB."""
     delta: bool = False
     """Send only the elements that have changed, exactly, wherever that is shorter: worth it where weights are bfloat16
-    and steps small. Costs a copy of the weights in rank 0's host memory, and with vLLM one in that of each of its
-    ranks. SGLang takes whole tensors only."""
+    and steps small. Costs a copy of the weights in rank 0's host memory, and with SGLang and vLLM one in that of each
+    rank of an engine, whole."""
     whole_every: int = 32
     """With `delta`, of so many updates in a row one is whole; so is each after an engine failed or came back."""
     min_mb_per_s: float = 50.0

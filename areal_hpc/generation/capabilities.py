@@ -51,6 +51,8 @@ class Capabilities:
     """It takes what has changed of a tensor."""
     stages: bool
     """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
+    manifests: bool
+    """It is SGLang with our code in its workers, which reads what a bucket holds from its load format."""
     priorities: bool
     """What waits in its queue is ordered by numbers that may be all different; lower ones go first."""
     narrowed: Narrowed
@@ -59,15 +61,19 @@ class Capabilities:
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``areal_hpc``, which only servers of our own have."""
+        """From SGLang's ``version``, and from ``areal_hpc``, which only servers of our own have; of an SGLang with our
+        code in its workers, each of these tells it."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
         ours = info.get("areal_hpc") or {}
+        workers = [state.get("areal_hpc") or {} for state in info.get("internal_states") or ()]
+        inside = workers[0] if workers else {}
         return cls(
             spans=tuple(numbers) >= FIRST_VERSION_WITH_SPANS or bool(ours),
             retracts=tuple(numbers) >= FIRST_VERSION_THAT_RETRACTS or bool(ours.get("retracts")),
             checksums=bool(ours.get("checksums")),
-            deltas=bool(ours.get("deltas")),
-            stages=bool(ours.get("stages")),
+            deltas=bool(ours.get("deltas") or inside.get("deltas")),
+            stages=bool(ours.get("stages") or inside),
+            manifests=bool(inside),
             priorities=bool(ours.get("priorities")),
             narrowed=_narrowed(tuple(numbers), is_ours=bool(ours)),
             quarantined=bool(info.get("quarantined")),

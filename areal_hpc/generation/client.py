@@ -28,6 +28,7 @@ from typing import Any
 
 from areal_hpc.collective import bracketed
 from areal_hpc.errors import GenerationError, RequestRefused, WeightUpdateError
+from areal_hpc.generation import manifest
 from areal_hpc.generation.answers import (
     Answer,
     BadAnswer,
@@ -324,21 +325,10 @@ class EngineClient:
     async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None:
         """Receive one bucket that rank 0 broadcasts at the same time."""
         await self._begin_session()
-        body: dict[str, Any] = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
-        if self._capabilities is not None and self._capabilities.checksums:
-            body["checksums"] = [spec.checksum for spec in specs]
-        if any(spec.num_changed is not None for spec in specs):
-            if self._capabilities is None or not self._capabilities.deltas:
-                raise WeightUpdateError(f"{self!r} takes whole tensors only; set weights.delta=false")
-            body["nums_changed"] = [spec.num_changed for spec in specs]
+        capabilities = self._capabilities
+        if any(spec.num_changed is not None for spec in specs) and not (capabilities and capabilities.deltas):
+            raise WeightUpdateError(f"{self!r} takes whole tensors only; set weights.delta=false")
+        body = manifest.bucket_body(group_name, specs, capabilities)
         await self._once("/update_weights_from_distributed", body)
 
     async def _begin_session(self) -> None:

@@ -11,7 +11,8 @@ from driven import PROMPT, SPECS, drive, request, until, update
 from fake_engine import FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.generation.capabilities import PauseMode
+from areal_hpc.generation import manifest
+from areal_hpc.generation.capabilities import Capabilities, Narrowed, PauseMode
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import ATTEMPTS
 from areal_hpc.types import StopReason
@@ -78,6 +79,22 @@ def test_changes_go_only_to_an_engine_that_takes_them() -> None:
     assert [body["nums_changed"] for body in engine.bodies("/update_weights_from_distributed")] == [[1, None]]
     with pytest.raises(WeightUpdateError, match=r"fake-0.*takes whole tensors only; set weights\.delta=false"):
         drive(FakeEngine(info={"version": "0.5.21"}), scenario)
+
+
+def test_sglang_with_our_code_in_its_workers_reads_what_a_bucket_holds_from_its_load_format() -> None:
+    changes = [replace(SPECS[0], num_changed=1), replace(SPECS[0], name="v")]
+
+    async def scenario(client: EngineClient) -> None:
+        assert await client.prepare(), "it takes buckets before the pause"
+        await client.load_bucket("w-0-0", changes)
+
+    engine = FakeEngine(info={"version": "0.5.21", "internal_states": [{"areal_hpc": {"deltas": True}}, {}]})
+    drive(engine, scenario)
+    (body,) = engine.bodies("/update_weights_from_distributed")
+    assert not body.keys() & {"checksums", "nums_changed"}
+    assert manifest.read(body["load_format"], body["names"], body["dtypes"], body["shapes"]) == tuple(changes)
+    told = Capabilities.read({"version": "0.5.21", "internal_states": [{"areal_hpc": {"deltas": False}}]})
+    assert (told.stages, told.deltas, told.narrowed) == (True, False, Narrowed.ASKED)
 
 
 @pytest.mark.parametrize(("stages", "ended"), [(True, 0), (False, 1)])

@@ -89,7 +89,10 @@ DOORS = {
     "tensorboard": ("telemetry/trackers.py",),
     "matplotlib": ("report/curves.py",),
     "rich": ("report/",),
-    "sglang": ("generation/sglang/cpu_platform.py",),  # imported by SGLang itself, in an environment of its own
+    "sglang": (  # imported by SGLang itself, in an environment of its own
+        "generation/sglang/cpu_platform.py",
+        "generation/sglang/staging.py",
+    ),
     "vllm": ("generation/vllm/",),  # what runs in vLLM's own environment
 }
 NEVER = {"ray"}

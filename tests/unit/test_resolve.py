@@ -174,10 +174,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "generation.pipeline_parallel: the ranks of 2 stages cannot enter one weight group of SGLang; set weights.",
     ),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
-    "check_delta": (
-        {"generation__backend": EngineName.SGLANG, "weights__delta": True},
-        "weights.delta: sglang takes whole tensors only; set it to false, or choose embedded or vllm",
-    ),
     "check_routing": (
         {"model__routing_replay": True, "trainer__backend": TrainerBackendName.MEGATRON},
         "model.routing_replay: embedded does not tell which experts computed a token; set it to false, or generation",

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_hpc.accelerator import CPU, CUDA
+from areal_hpc.accelerator import CPU, CUDA, Accelerator
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import ConfigError, GenerationError
@@ -24,7 +25,7 @@ from areal_hpc.generation.external import process as server
 from areal_hpc.generation.external.process import LAUNCHER, ServerProcess, reserved_port
 from areal_hpc.generation.external.spec import ServerSpec, argument
 from areal_hpc.generation.sglang import plugin
-from areal_hpc.generation.sglang.arguments import server_arguments, server_environment
+from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, staging_environment
 from areal_hpc.generation.sglang.server import load as load_of
 from areal_hpc.generation.sglang.server import serving
 from areal_hpc.roles.wiring import servers as wiring
@@ -76,6 +77,21 @@ def test_arguments_become_words() -> None:
     assert argument("lora_paths", ["a", "b"]) == ["--lora-paths", "a", "b"]
     assert argument("json_model_override_args", {"a": 1}) == ["--json-model-override-args", '{"a": 1}']
     assert argument("quantization", None) == []
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "keeps", "told"),
+    [
+        (CPU, False, {plugin.STAGING: "7.0"}),
+        (CUDA, False, {}),
+        (CUDA, True, {plugin.STAGING: "7.0", plugin.KEEPS: "1"}),
+    ],
+)
+def test_new_weights_are_put_beside_the_old_on_cpus_and_where_a_copy_is_kept_anyway(
+    accelerator: Accelerator, keeps: bool, told: dict[str, str]
+) -> None:
+    spec = replace(SPEC, accelerator=accelerator, keeps_weights=keeps, update_timeout_s=7.0)
+    assert staging_environment(spec) == told
 
 
 def test_the_key_is_in_no_text_of_the_spec() -> None:
@@ -296,8 +312,15 @@ def test_a_server_that_does_not_answer_any_more_is_given_up(tmp_path: Path, monk
     [
         (None, "cannot be run"),
         ("echo No module named sglang >&2; exit 1", r"has no SGLang \(No module named sglang\)"),
-        ("echo 0.5.21 False", "SGLang 0.5.21 of .* cannot run on a CPU without this package beside it"),
-        ("echo 0.5.21 True", ""),
+        (
+            "echo 0.5.21 False False",
+            "SGLang 0.5.21 of .* cannot run on a CPU or take changes alone .* without",
+        ),
+        (
+            "echo 0.5.21 True False",
+            "SGLang 0.5.21 of .* cannot take changes alone .weights.delta. without this",
+        ),
+        ("echo 0.5.21 True True", ""),
     ],
 )
 def test_an_environment_that_cannot_serve_is_refused_at_once(
@@ -307,7 +330,8 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
     if program is not None:
         python.write_text(f"#!/bin/sh\n{program}\n")
         python.chmod(0o700)
-    config = load([QUICKSTART], ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"])
+    words = ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}", "weights.delta=true"]
+    config = load([QUICKSTART], words)
     if not complaint:
         wiring.check_server(config)
         return

@@ -30,10 +30,11 @@ from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import Connection, EngineLost
 from areal_hpc.generation.external.process import reserved_port, url_of
 from areal_hpc.generation.external.spec import ServerSpec
+from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.vllm.arguments import engine_arguments, server_environment
 from areal_hpc.generation.vllm.process import load as load_of
 from areal_hpc.generation.vllm.process import serving
-from areal_hpc.generation.vllm.worker import Arrivals, prepare_tied
+from areal_hpc.generation.vllm.worker import prepare_tied
 from areal_hpc.roles.wiring import servers as wiring
 from areal_hpc.types import GenerationRequest, Sampling, StopReason
 from areal_hpc.weights.disk import DiskTransport
@@ -87,7 +88,10 @@ def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> Non
     [
         ("echo No package metadata was found for vllm >&2; exit 1", "has no vLLM .No package metadata"),
         ("echo 0.31.2 True", r"vLLM 0\.31\.2 of .* is older than 0\.32"),
-        ("echo 0.32.0 False", r"vLLM 0\.32\.0 of .* cannot serve here without this package beside it"),
+        (
+            "echo 0.32.0 False",
+            r"vLLM 0\.32\.0 of .* cannot serve here without this package and google-crc32c",
+        ),
         ("echo 0.33.0rc1 True", ""),
     ],
 )

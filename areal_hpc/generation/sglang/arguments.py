@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.accelerator import CPU, Accelerator
 from areal_hpc.generation.external.spec import ServerSpec, own_environment, words
-from areal_hpc.generation.sglang.plugin import PLATFORM, SELECTED_BY
+from areal_hpc.generation.sglang.plugin import KEEPS, PLATFORM, SELECTED_BY, STAGING
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SPARE_TOKENS = 8
@@ -66,3 +66,10 @@ def server_environment(
         "TMPDIR": str(temporary),
     }
     return environment | ({SELECTED_BY: PLATFORM} if accelerator is CPU else {})
+
+
+def staging_environment(spec: ServerSpec) -> dict[str, str]:
+    """What has new weights received beside sampling: on CPUs, and wherever a copy of the weights is kept anyway."""
+    if not (spec.accelerator is CPU or spec.keeps_weights):
+        return {}
+    return {STAGING: str(spec.update_timeout_s), **({KEEPS: "1"} if spec.keeps_weights else {})}

@@ -1,4 +1,5 @@
-"""What SGLang finds under its entry point group ``sglang.srt.platforms``: a CPU platform, if it is asked for by name.
+"""What SGLang finds under its entry point groups ``sglang.srt.platforms``, a CPU platform, if it is asked for by name,
+and ``sglang.srt.plugins``, weight updates beside sampling (``staging.py``), where the server is told to have them.
 
 SGLang activates every platform plugin that is installed unless ``SGLANG_PLATFORM`` names one. A GPU server in the same
 environment must not become a CPU server by that, so this one stays out of the way unless it is named.
@@ -11,6 +12,8 @@ import os
 PLATFORM = "areal_cpu"
 """The name of the entry point, and the value of ``SGLANG_PLATFORM`` that selects it."""
 SELECTED_BY = "SGLANG_PLATFORM"
+STAGING, KEEPS = "AREAL_HPC_STAGING_S", "AREAL_HPC_KEEPS_WEIGHTS"
+"""How a server is told: the longest seconds of a step, and whether what was loaded is kept."""
 
 
 def activate() -> str | None:
@@ -19,6 +22,14 @@ def activate() -> str | None:
         return None
     declare_vision_operators()
     return "areal_hpc.generation.sglang.cpu_platform.CpuPlatform"
+
+
+def stage() -> None:
+    """Called in each of SGLang's processes before it starts there."""
+    if limit_s := os.environ.get(STAGING):
+        from areal_hpc.generation.sglang.staging import register
+
+        register(limit_s=float(limit_s), keeps=bool(os.environ.get(KEEPS)))
 
 
 def declare_vision_operators() -> None:

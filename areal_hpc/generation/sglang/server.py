@@ -19,7 +19,7 @@ from typing import Any
 from areal_hpc.generation.counters import counted
 from areal_hpc.generation.external.process import ServerProcess, reserved_port, started, url_of
 from areal_hpc.generation.external.spec import ServerSpec
-from areal_hpc.generation.sglang.arguments import server_arguments, server_environment
+from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, staging_environment
 
 DECODED = "sglang:realtime_tokens_total"
 FINISHED = "sglang:num_requests_total"
@@ -62,7 +62,8 @@ async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -
             arguments=server_arguments(spec, port=port, internal_port=internal_port),
             environment=server_environment(
                 os.environ, spec.accelerator, Path(temporary), spec.tensor_parallel * spec.pipeline_parallel
-            ),
+            )
+            | staging_environment(spec),
             url=url_of(spec.host, port),
             key=spec.key,
             log=log,

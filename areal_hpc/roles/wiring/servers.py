@@ -26,7 +26,9 @@ Load = Callable[[], Awaitable[Mapping[str, Any]]]
 
 FINDS_SGLANG = """
 from importlib.metadata import entry_points, version
-print(version("sglang"), "areal_cpu" in {found.name for found in entry_points(group="sglang.srt.platforms")})
+names = {found.name for group in ("platforms", "plugins") for found in entry_points(group=f"sglang.srt.{group}")}
+from importlib.util import find_spec
+print(version("sglang"), "areal_cpu" in names, "areal_hpc" in names and find_spec("google_crc32c") is not None)
 """
 FINDS_VLLM = """
 from importlib.metadata import PackageNotFoundError, version
@@ -144,9 +146,10 @@ def check_server(config: Config) -> None:
     if kind is None:
         return
     interpreter = _interpreter(config)
-    version, has_ours = _found(kind, interpreter)
+    version, *ours = _found(kind, interpreter)
+    lacks = []
     if config.generation.backend is EngineName.VLLM:
-        needs_ours, what = True, "serve here"
+        lacks = [] if ours[0] else ["serve here"]
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VLLM:
             oldest = ".".join(map(str, OLDEST_VLLM))
             raise ConfigError(
@@ -155,16 +158,19 @@ def check_server(config: Config) -> None:
             )
     else:
         here = config.cluster.shape is Shape.LOCAL  # elsewhere other nodes, with other devices, run the engines
-        needs_ours, what = here and accelerator.detect() is accelerator.CPU, "run on a CPU"
-    if needs_ours and not has_ours:
+        if here and accelerator.detect() is accelerator.CPU and not ours[0]:
+            lacks.append("run on a CPU")
+        if config.weights.delta and not ours[1]:
+            lacks.append("take changes alone (weights.delta)")
+    if lacks:
         raise ConfigError(
-            f"generation.python: {kind.name} {version} of {interpreter} cannot {what} without this package beside it; "
-            f"{kind.how_to_install}"
+            f"generation.python: {kind.name} {version} of {interpreter} cannot {' or '.join(lacks)} without this "
+            f"package and google-crc32c beside it; {kind.how_to_install}"
         )
 
 
-def _found(kind: _Kind, interpreter: str) -> tuple[str, bool]:
-    """The engine's version in that environment, and whether our package is there."""
+def _found(kind: _Kind, interpreter: str) -> tuple[Any, ...]:
+    """The engine's version in that environment, and whether what is ours is there, for each thing that needs it."""
     try:
         found = subprocess.run(  # noqa: S603  the interpreter that the person named
             [interpreter, "-c", kind.finds], capture_output=True, text=True, timeout=FIND_LIMIT_S, check=False
@@ -179,5 +185,5 @@ def _found(kind: _Kind, interpreter: str) -> tuple[str, bool]:
     if found.returncode != 0:
         last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"generation.python: {interpreter} has no {kind.name} ({last}); {kind.how_to_install}")
-    version, ours = found.stdout.split()
-    return version, ours == "True"
+    version, *ours = found.stdout.split()
+    return version, *(one == "True" for one in ours)

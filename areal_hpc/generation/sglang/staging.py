@@ -1,0 +1,198 @@
+"""Weight updates beside sampling in SGLang, through its interface for plugins (entry points ``sglang.srt.plugins``).
+
+SGLang receives a bucket and loads it in the loop that samples, and waits for running requests before it does, unless it
+is paused. Here a bucket is received and proven in a thread, into host memory, while requests run, and only what the
+client asks for last, in a pause, touches the model:
+
+    client                        tokenizer's process       each scheduler
+    begin_weight_update           passes it on at once      forgets what came before
+    update_weights_from_...       passes it on at once      a thread receives the bucket, and proves it
+    pause_generation
+    end_weight_update                                       all ranks have all of it, or nothing happens: the
+                                                            model's weights are loaded, as SGLang loads them
+
+With weights that are kept, changes alone may come, and a directory may hold changes. A request whose load format is not
+ours is SGLang's own affair.
+
+Imported by SGLang alone, in the environment that SGLang is installed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation import manifest
+from areal_hpc.generation.served.arrivals import Arrivals
+from areal_hpc.weight_files import MANIFEST, read_update
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+
+
+def register(*, limit_s: float, keeps: bool) -> None:
+    """Have SGLang of this process do it; arguments as of ``Staged``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    staged = Staged(limit_s=limit_s, keeps=keeps)
+    for target, hook in (
+        (f"{TOKENIZER}._weight_update_session_call", begin_at_once),
+        (f"{TOKENIZER}.update_weights_from_distributed", receive_at_once),
+        (f"{UPDATER}.begin_weight_update", staged.begin),
+        (f"{UPDATER}.update_weights_from_distributed", staged.receive),
+        (f"{UPDATER}.end_weight_update", staged.end),
+        (f"{UPDATER}.update_weights_from_disk", staged.read),
+        (f"{SCHEDULER}.get_internal_state", staged.tell),  # which its /server_info shows
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+# -- in the tokenizer's process, which else waits until no request runs
+
+
+async def begin_at_once(original: Callable[..., Any], self: Any, communicator: Any, request: Any) -> Any:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+    if not isinstance(request, BeginWeightUpdateReqInput):
+        return await original(self, communicator, request)
+    return await _passed_on(self, communicator, request)
+
+
+async def receive_at_once(original: Callable[..., Any], self: Any, request: Any, *more: Any) -> Any:
+    if not _is_ours(request):
+        return await original(self, request, *more)
+    return await _passed_on(self, self.update_weights_from_distributed_communicator, request)
+
+
+async def _passed_on(tokenizer: Any, communicator: Any, request: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    tokenizer.auto_create_handle_loop()
+    merged: tuple[bool, str] = FanOutCommunicator.merge_results(await communicator(request))
+    return merged
+
+
+def _is_ours(request: Any) -> bool:
+    return (request.load_format or "").startswith(manifest.PREFIX)
+
+
+# -- in each scheduler
+
+
+@dataclass(slots=True)
+class Staged:
+    """What this rank has received and not loaded.
+
+    Args:
+        limit_s: longest wait for the thread that receives.
+        keeps: whether what was loaded stays in host memory.
+    """
+
+    limit_s: float
+    keeps: bool
+    is_open: bool = False
+    coming: list[Future[None]] = field(default_factory=list)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+
+    def begin(self, _: Callable[..., Any], updater: Any, request: Any) -> Any:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+        return _told(BeginWeightUpdateReqOutput, self._open())
+
+    def receive(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput as Output
+
+        if not _is_ours(request):
+            return original(updater, request)
+        runner = updater.tp_worker.model_runner.weight_updater
+        if not self.is_open or request.group_name not in runner._model_update_group:
+            return _told(Output, f"no update is open, or there is no group {request.group_name!r}")
+        if not (failed := self._failure()):
+            self.arrivals.groups = runner._model_update_group
+            specs = manifest.read(request.load_format, request.names, request.dtypes, request.shapes)
+            job = partial(self.arrivals.receive, request.group_name, specs, runner.device, checked=True)
+            self.coming.append(self.arrivals.pool.submit(job))
+        return _told(Output, failed)
+
+    def end(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
+
+        if not self.is_open:
+            return original(updater, request)
+        late = wait(self.coming, self.limit_s).not_done
+        return _told(
+            EndWeightUpdateReqOutput, self._put_into_place(updater, f"{len(late)} buckets are late" if late else "")
+        )
+
+    def read(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """An update from a directory; SGLang itself reads whole tensors alone, and proves nothing."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+        directory = Path(request.model_path)
+        if not (directory / MANIFEST).is_file():
+            return original(updater, request)
+        if not (failed := self._open()):
+            try:
+                self.arrivals.new.update(self.arrivals.taken(read_update(directory)))
+            except (WeightUpdateError, OSError) as error:
+                failed = f"{directory} cannot be taken: {error}"
+        if not (failed := self._put_into_place(updater, failed)):
+            updater.flush_cache_after_weight_update(request)
+            updater.record_weight_version_after_update(request.weight_version)
+        return _told(UpdateWeightFromDiskReqOutput, failed, num_paused_requests=0)
+
+    def tell(self, original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+        told = original(scheduler, request)
+        told.internal_state["areal_hpc"] = {"deltas": self.keeps}
+        return told
+
+    def _open(self) -> str:
+        """Begin an update, and give up one that is open; why that cannot be."""
+        if wait(self.coming, self.limit_s).not_done:  # its group is gone, so it ends by that group's own limit
+            return "a bucket of an earlier update is still coming"
+        self.arrivals.begin(keeps=self.keeps)
+        self.is_open, self.coming = True, []
+        return ""
+
+    def _failure(self) -> str:
+        """What a bucket has met that did not come as it was sent."""
+        errors = [job.exception() for job in self.coming if job.done()]
+        return next((f"a bucket was not received: {error}" for error in errors if error is not None), "")
+
+    def _put_into_place(self, updater: Any, failed: str) -> str:
+        """Load what has come: on all ranks of the engine, or on none; what went wrong."""
+        self.is_open = False
+        failed = failed or self._failure()
+        if not _all_agree(updater, not failed):
+            return failed or "another rank of this engine has not got all of the weights"
+        new = self.arrivals.new
+        updaters = [runner.weight_updater for _, runner in updater._select_runners()]
+        for one in updaters:
+            one.begin_weight_update()
+        outcomes = [one.load_weights_from_distributed(list(new.items())) for one in updaters]
+        for one in updaters:
+            one.end_weight_update(run_post_load=False)
+        torch.distributed.barrier(group=updater.tp_cpu_group)
+        if wrong := next((message for success, message in outcomes if not success), ""):
+            return wrong
+        self.arrivals.settle(new)
+        return ""
+
+
+def _told(output: type[Any], failed: str, **more: Any) -> Any:
+    return output(success=not failed, message=failed or "Success", **more)
+
+
+def _all_agree(updater: Any, here: bool) -> bool:
+    """Whether all ranks of the engine say yes."""
+    agreed = torch.tensor([int(here)])
+    torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN, group=updater.tp_cpu_group)
+    return bool(agreed.item())
