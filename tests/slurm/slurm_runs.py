@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from cluster import SlurmCluster, wait_for
+from cluster import LIMIT_S, SlurmCluster, wait_for
 from launched import environment
 
 from areal_hpc.fs import read_json
@@ -74,13 +74,13 @@ def typed(
     return job, directory / f"areal-hpc-{job}.log"
 
 
-def wait_for_step(run: RunDir, step: int) -> None:
+def wait_for_step(run: RunDir, step: int, limit_s: float = LIMIT_S) -> None:
     def reached() -> bool:
         attempt = run.newest_attempt() if run.attempts.is_dir() else None
         records = RecordReader(attempt.telemetry).poll() if attempt is not None and attempt.telemetry.is_dir() else []
         return any(record.kind == "step" and (record.number("step") or 0) >= step for record in records)
 
-    wait_for(f"step {step}", reached, poll_s=0.2)
+    wait_for(f"step {step}", reached, limit_s, poll_s=0.2)
 
 
 def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, log: Path) -> None:

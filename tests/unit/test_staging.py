@@ -62,7 +62,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, keeps: bool = False, limit_s: float = LIMIT_S) -> None:
         self.staged, self.runner, self.noted = Staged(limit_s=limit_s, keeps=keeps), Runner(), list[Any]()
         self.sent: queue.Queue[torch.Tensor | None] = queue.Queue()
-        self.others_agree = True
+        self.others_agree, self.votes = True, list[bool]()
         inner = SimpleNamespace(weight_updater=self.runner)
         self.updater = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=inner),
@@ -79,7 +79,6 @@ class World:
         monkeypatch.setitem(sys.modules, structs.__name__, structs)
         monkeypatch.setattr(torch.distributed, "broadcast", self._broadcast)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
-        monkeypatch.setattr(torch.distributed, "barrier", lambda *, group: self.noted.append(group))
 
     def _broadcast(self, buffer: torch.Tensor, *, group: str, group_src: int) -> None:
         assert (group, group_src) == ("the group", 0)
@@ -90,6 +89,7 @@ class World:
 
     def _all_reduce(self, agreed: torch.Tensor, _: Any, *, group: str) -> None:
         assert group == "the ranks"
+        self.votes.append(bool(agreed.item()))
         agreed.mul_(int(self.others_agree))
 
     def begin(self) -> Any:
@@ -208,6 +208,9 @@ def test_D20_what_has_not_arrived_whole_on_every_rank_changes_nothing_and_the_ne
     assert world.runner.done == []
     if fate is never_comes:
         assert "still coming" in world.begin().message, "two threads would write into one model's arrivals"
+        num_votes = len(world.votes)
+        assert "still coming" in world.end().message
+        assert world.votes[num_votes:] == [False], "the other ranks may have begun, and would wait for this one"
         world.sent.put(None)
     world.others_agree, world.staged.limit_s = True, LIMIT_S
     assert world.update(WEIGHTS).success
@@ -244,6 +247,8 @@ def test_what_is_not_ours_is_sglangs_own_affair(make: Make) -> None:
     assert world.begin().success
     told = world.announce(bucket, group="stranger")
     assert (told.success, "no group 'stranger'" in told.message) == (False, True)
+    assert not world.end().success
+    assert world.votes == [False]
 
 
 class Target:
@@ -279,7 +284,8 @@ def test_changes_alone_are_read_from_a_directory_too_and_a_checkpoint_is_sglangs
     changes = asyncio.run(transport.publish(2, iter(after.items())))
     assert (whole["bytes_saved"], changes["bytes_saved"] > 0) == (0, True)
     assert world.holds(after)
-    assert world.noted == ["the ranks", "flush", "1", "the ranks", "flush", "2"]
+    assert world.noted == ["flush", "1", "flush", "2"]
+    assert world.votes == [True] * 4, "that it has all, and that it has loaded it"
     checkpoint = SimpleNamespace(model_path=str(tmp_path))
     assert world.staged.read(theirs, world.updater, checkpoint) == THEIRS
 

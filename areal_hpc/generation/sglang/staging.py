@@ -99,6 +99,9 @@ class Staged:
     limit_s: float
     keeps: bool
     is_open: bool = False
+    """Whether an update has begun, on this rank as on all others: whatever became of it here, they vote at its end."""
+    failed: str = ""
+    """Why this rank cannot take the update at hand."""
     coming: list[Future[None]] = field(default_factory=list)
     arrivals: Arrivals = field(default_factory=Arrivals)
 
@@ -113,8 +116,10 @@ class Staged:
         if not _is_ours(request):
             return original(updater, request)
         runner = updater.tp_worker.model_runner.weight_updater
-        if not self.is_open or request.group_name not in runner._model_update_group:
-            return _told(Output, f"no update is open, or there is no group {request.group_name!r}")
+        if not self.is_open:
+            return _told(Output, "no update is open; begin one")
+        if request.group_name not in runner._model_update_group:
+            self.failed = f"there is no group {request.group_name!r}"
         if not (failed := self._failure()):
             self.arrivals.groups = runner._model_update_group
             specs = manifest.read(request.load_format, request.names, request.dtypes, request.shapes)
@@ -127,10 +132,9 @@ class Staged:
 
         if not self.is_open:
             return original(updater, request)
-        late = wait(self.coming, self.limit_s).not_done
-        return _told(
-            EndWeightUpdateReqOutput, self._put_into_place(updater, f"{len(late)} buckets are late" if late else "")
-        )
+        if late := wait(self.coming, self.limit_s).not_done:
+            self.failed = self.failed or f"{len(late)} buckets are late"
+        return _told(EndWeightUpdateReqOutput, self._put_into_place(updater))
 
     def read(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
         """An update from a directory; SGLang itself reads whole tensors alone, and proves nothing."""
@@ -139,12 +143,12 @@ class Staged:
         directory = Path(request.model_path)
         if not (directory / MANIFEST).is_file():
             return original(updater, request)
-        if not (failed := self._open()):
+        if not self._open():
             try:
                 self.arrivals.new.update(self.arrivals.taken(read_update(directory)))
             except (WeightUpdateError, OSError) as error:
-                failed = f"{directory} cannot be taken: {error}"
-        if not (failed := self._put_into_place(updater, failed)):
+                self.failed = f"{directory} cannot be taken: {error}"
+        if not (failed := self._put_into_place(updater)):
             updater.flush_cache_after_weight_update(request)
             updater.record_weight_version_after_update(request.weight_version)
         return _told(UpdateWeightFromDiskReqOutput, failed, num_paused_requests=0)
@@ -156,21 +160,24 @@ class Staged:
 
     def _open(self) -> str:
         """Begin an update, and give up one that is open; why that cannot be."""
+        self.is_open, self.failed = True, ""
         if wait(self.coming, self.limit_s).not_done:  # its group is gone, so it ends by that group's own limit
-            return "a bucket of an earlier update is still coming"
+            self.failed = "a bucket of an earlier update is still coming"
+            return self.failed
         self.arrivals.begin(keeps=self.keeps)
-        self.is_open, self.coming = True, []
+        self.coming = []
         return ""
 
     def _failure(self) -> str:
-        """What a bucket has met that did not come as it was sent."""
+        """Why this rank cannot take the update, as far as is known."""
         errors = [job.exception() for job in self.coming if job.done()]
-        return next((f"a bucket was not received: {error}" for error in errors if error is not None), "")
+        met = next((f"a bucket was not received: {error}" for error in errors if error is not None), "")
+        return self.failed or met
 
-    def _put_into_place(self, updater: Any, failed: str) -> str:
+    def _put_into_place(self, updater: Any) -> str:
         """Load what has come: on all ranks of the engine, or on none; what went wrong."""
         self.is_open = False
-        failed = failed or self._failure()
+        failed = self._failure()
         if not _all_agree(updater, not failed):
             return failed or "another rank of this engine has not got all of the weights"
         new = self.arrivals.new
@@ -180,9 +187,9 @@ class Staged:
         outcomes = [one.load_weights_from_distributed(list(new.items())) for one in updaters]
         for one in updaters:
             one.end_weight_update(run_post_load=False)
-        torch.distributed.barrier(group=updater.tp_cpu_group)
-        if wrong := next((message for success, message in outcomes if not success), ""):
-            return wrong
+        wrong = next((message for success, message in outcomes if not success), "")
+        if not _all_agree(updater, not wrong):
+            return wrong or "another rank of this engine could not load the weights"
         self.arrivals.settle(new)
         return ""
 
