@@ -6,10 +6,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launched import STEPS, Launched, launched
+from launched import STEPS, Launched, launched, until
 from real_engines import REAL, START_S, RealEngine
+from test_joined_run import satellite
+from test_live_roles import engine_events
 from tiny_models import make_model
 
+from areal_hpc.exits import EXIT_DONE
 from areal_hpc.generation.external.process import LAUNCHER
 from areal_hpc.report import prove_run
 
@@ -58,3 +61,25 @@ def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(
         first_life = [r.number("tokens") or 0.0 for r in told if r.time < started.records("restart")[0].time]
         assert max(first_life) >= sum(record.number("tokens_generated") or 0.0 for record in steps[:1])
         assert started.left_over() == []
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(engine, marks=getattr(pytest.mark, engine.name), id=engine.name) for engine in REAL]
+)
+def test_a_real_engine_joins_a_run_that_has_none_and_serves_it_to_its_end(tmp_path: Path, engine: RealEngine) -> None:
+    assert not engine.unusable(), engine.unusable()
+    make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
+    words = [f"generation.backend={engine.name}", f"generation.python={engine.python}", "generation.max_running=8"]
+    words += ["generation.replicas=0", "buffer.max_staleness=0", f"limits.start_s={START_S}"]
+    words += [f"limits.stall_s={LIMIT_S}", f"limits.join_s={LIMIT_S}", f"limits.starve_s={LIMIT_S}"]
+    with launched(tmp_path, tmp_path / "model", *words) as started:
+        until("the configuration", started.run.config.exists)
+        with satellite(started, 0) as joined:
+            assert started.wait(LIMIT_S) == 0, started.text
+            assert joined.process.wait(60) == EXIT_DONE, joined.output.read_text()
+        steps = started.records("step")
+        assert [record.number("step") for record in steps] == list(range(1, STEPS + 1))
+        assert max(record.number("logprob_gap") or 0.0 for record in steps) < LARGEST_GAP
+        assert [event["engine"] for event in engine_events(started, "joined")] == ["generator-0"]
+        proof = prove_run(started.run)
+        assert proof.proven, proof.violations
