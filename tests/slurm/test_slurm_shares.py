@@ -44,13 +44,10 @@ def test_a_run_outlives_a_share_of_its_engine(slurm: SlurmCluster, home: Path) -
     words += ["generation.tensor_parallel=2", "cluster.generation.gpus=1", "cluster.generation.nodes=2"]
     words += [f"generation.python={SGLANG.python}", "generation.max_running=8", f"trainer.total_steps={STEPS}"]
     words += ["buffer.max_staleness=0", f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}", "cluster.all.cpus=4"]
-<<<<<<< HEAD
-=======
     words += [
         "cluster.all.time='60'",
         "cluster.setup=[export CUDA_VISIBLE_DEVICES=NoDevFiles]",
     ]  # as of nodes without devices
->>>>>>> gen6
     planned = areal(slurm, home, "plan", *words).stdout
     assert "part-0 on GPU 0" in planned
     job, run, log = submit(slurm, home, *words)
