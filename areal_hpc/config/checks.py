@@ -134,16 +134,18 @@ def check_reference_backend(config: Config) -> Iterator[str]:
 
 
 def check_attention(config: Config) -> Iterator[str]:
+    """Kernels other than the exact one, and FP8, are of Megatron's backend and of bfloat16."""
     trainer = config.trainer
-    fits = (
-        trainer.backend is TrainerBackendName.MEGATRON
-        and config.model.dtype is Dtype.BFLOAT16
-        and trainer.parallel.context == 1
-    )
-    if trainer.attention is Attention.FLASH and not fits:
+    whole = trainer.attention in (Attention.FLASH, Attention.ASCEND)
+    fits = trainer.backend is TrainerBackendName.MEGATRON and config.model.dtype is Dtype.BFLOAT16
+    if trainer.attention is not Attention.EXACT and not (fits and (trainer.parallel.context == 1 or not whole)):
         yield (
-            "trainer.attention: flash needs trainer.backend=megatron, model.dtype=bfloat16 and "
-            "trainer.parallel.context=1; set these, or trainer.attention to exact"
+            f"trainer.attention: {trainer.attention} needs trainer.backend=megatron, model.dtype=bfloat16"
+            f"{' and trainer.parallel.context=1' if whole else ''}; set these, or trainer.attention to exact"
+        )
+    if trainer.fp8 and not fits:
+        yield (
+            "trainer.fp8: needs trainer.backend=megatron and model.dtype=bfloat16; set these, or trainer.fp8 to false"
         )
 
 

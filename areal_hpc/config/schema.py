@@ -55,6 +55,8 @@ class Recompute(StrEnum):
 class Attention(StrEnum):
     EXACT = "exact"
     FLASH = "flash"
+    ASCEND = "ascend"
+    TRANSFORMER_ENGINE = "transformer_engine"
 
 
 class Schedule(StrEnum):
@@ -232,7 +234,11 @@ class TrainerConfig:
     recompute: Recompute = Recompute.NONE
     """What backward computes again instead of forward keeping it: `attention`, or whole `layers`; `megatron` only."""
     attention: Attention = Attention.EXACT
-    """Kernel of `megatron`: `exact` runs everywhere, a call of torch's for each sequence; `flash` is flash-attn's."""
+    """Kernel of `megatron`: `exact` runs everywhere, a call of torch's for each sequence; in one call for all sequences
+    and in bfloat16 `flash` is flash-attn's, `transformer_engine` Transformer Engine's, `ascend` torch_npu's."""
+    fp8: bool = False
+    """Matrix products of a dense model's layers in FP8 (E4M3 forward, E5M2 backward, each tensor scaled by its own
+    largest number), by Transformer Engine; `megatron` in bfloat16 only."""
     threads: int = 1
     """CPU threads of one trainer process."""
     torchrun_variables: bool = False

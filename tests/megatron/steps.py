@@ -30,6 +30,15 @@ SIZES = {
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "tie_word_embeddings": False}
 MIXTURE["norm_topk_prob"] = True
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""So that some of the frequencies are divided, some are kept and some lie between."""
 ALGORITHM = AlgorithmConfig(kl=KlConfig(coef=0.1))
 NUM_STEPS, NUM_SEQUENCES, TEMPERATURE = 3, 9, 0.7
 

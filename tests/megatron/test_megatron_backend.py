@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from steps import make, make_reference, save, train, weights_of, whole_batch
 
 from areal_hpc.config.schema import Dtype, ParallelConfig
 from areal_hpc.errors import CheckpointError, ConfigError
+from areal_hpc.pretrained.files import TensorFiles
+from areal_hpc.training.megatron.weights import Weights
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.shards import SHARDS, ShardFiles, policy_weights
 from areal_hpc.training.snapshot import same_bits
@@ -50,7 +54,7 @@ def assert_same_state(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layouts", "dtype"),
     [
-        ("qwen3", ("tp2 pp2", "dp2", "cp2", "tp2"), Dtype.FLOAT32),
+        ("qwen3", ("tp2 pp2", "dp2", "tp2 pp2", "cp2"), Dtype.FLOAT32),
         ("qwen2", ("dp2", "tp2 dp2", "pp2"), Dtype.BFLOAT16),
         ("qwen3_moe", ("dp2 ep2", "tp2 etp2", "pp2 vpp2"), Dtype.FLOAT32),
     ],
@@ -63,7 +67,7 @@ def test_C35_C9_C32_a_checkpoint_of_one_layout_goes_on_on_every_other(
     before: Path | None = None
     served: dict[str, Any] = {}
     for step, layout in enumerate(layouts, start=1):
-        saved = tmp_path / layout
+        saved = tmp_path / f"{step} {layout}"
         stories = run(layout, go_on, models[family], step, before, saved, dtype)
         if before is not None:
             assert_same_state(saved / "loaded", before)
@@ -161,6 +165,44 @@ def test_K5_every_group_is_made_before_anything_is_computed_and_D8_weights_are_c
         assert built == used
         assert len(built) > 4
         assert all(contiguous.values()), contiguous
+
+
+def whole_in_memory(ranks: Ranks, parallel: ParallelConfig, path: Path) -> dict[str, int]:
+    """Bytes: of the model, of its largest layer, and the most of whole tensors that were alive at a time, when weights
+    were read and when they were gathered.
+    """
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = {"read": 0, "gathered": 0}
+
+    def watched(make: Any, key: str) -> Any:
+        def made(*args: Any) -> Any:
+            found = make(*args)
+            alive.extend(weakref.ref(one) for one in (found if isinstance(found, list) else [found]))
+            alive[:] = [one for one in alive if one() is not None]
+            most[key] = max(most[key], sum(tensor.nbytes for one in alive if (tensor := one()) is not None))
+            return found
+
+        return made
+
+    with (
+        mock.patch.object(TensorFiles, "read", watched(TensorFiles.read, "read")),
+        mock.patch.object(Weights, "_gathered", watched(Weights._gathered, "gathered")),
+    ):
+        backend = make(ranks, parallel, path)
+        sizes: dict[str, int] = {}
+        for name, tensor in backend.weights():
+            place = ".".join(name.split(".")[:3]) if ".layers." in name else name
+            sizes[place] = sizes.get(place, 0) + tensor.nbytes
+            del tensor
+    return most | {"model": sum(sizes.values()), "largest": max(sizes.values())}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2 dp2"])
+def test_whole_weights_are_in_memory_a_few_at_a_time(run: Run, models: dict[str, Path], layout: str) -> None:
+    for found in run(layout, whole_in_memory, models["llama"]):
+        assert found["largest"] < found["model"] / 2
+        for key in ("read", "gathered"):  # at most with a norm beside the largest
+            assert 0 < found[key] < 1.1 * found["largest"], key
 
 
 def odd_shares(ranks: Ranks, parallel: ParallelConfig, path: Path) -> dict[str, float]:

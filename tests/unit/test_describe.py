@@ -85,7 +85,8 @@ trainer.optimizer.schedule: constant | linear | cosine
 trainer.optimizer.min_lr: float
 trainer.tokens_per_microbatch: int
 trainer.recompute: none | attention | layers
-trainer.attention: exact | flash
+trainer.attention: exact | flash | ascend | transformer_engine
+trainer.fp8: bool
 trainer.threads: int
 trainer.torchrun_variables: bool
 trainer.gap_alarm: float

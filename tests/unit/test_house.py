@@ -59,10 +59,10 @@ TOP = {"cli", "roles", "__main__", "report"}
 
 DOORS = {
     "megatron": ("training/megatron/",),
-    "flash_attn": ("training/megatron/attention.py",),
+    "flash_attn": ("training/megatron/kernels.py",),
     "submitit": ("cluster/executor.py", "cluster/submitted.py"),
     "h5py": ("buffer/archive.py",),
-    "torch_npu": ("accelerator.py",),
+    "torch_npu": ("accelerator.py", "training/megatron/kernels.py"),
     "transformers": (
         "dialogue/renderer.py",
         "generation/embedded/",

@@ -49,6 +49,9 @@ def test_every_token_is_on_one_rank_and_every_trainable_one_is_predicted_once(
         assert one.boundaries[-1] == held.size
         assert np.all(np.diff(one.boundaries) % (2 * context if context > 1 else 1) == 0)
         assert one.experts is None
+        real = one.token_ids > 0
+        sequence = np.searchsorted(batch.boundaries, one.token_ids[real] - 1, side="right") - 1
+        np.testing.assert_array_equal(one.positions[real], one.token_ids[real] - 1 - batch.boundaries[sequence])
 
 
 @given(

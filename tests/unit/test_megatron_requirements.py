@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import make_model
 
-from areal_hpc.config.schema import Attention, ParallelConfig
+from areal_hpc.config.schema import Attention, ParallelConfig, TrainerConfig
 from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.training.megatron import requirements
-from areal_hpc.training.megatron.attention import kernel_of
-from areal_hpc.training.megatron.requirements import check_model, require_kernel, require_megatron
+from areal_hpc.training.megatron.kernels import kernel_of
+from areal_hpc.training.megatron.requirements import check_model, require_kernels, require_megatron
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -90,9 +91,35 @@ def test_a_bias_that_is_not_computed_and_a_foreign_model_are_refused(tmp_path: P
         check_model(tmp_path / "gemma", ParallelConfig())
 
 
-def test_a_kernel_that_is_not_installed_is_refused_by_name() -> None:
-    require_kernel(Attention.EXACT)
-    with pytest.raises(ConfigError, match=r"trainer.attention=flash needs flash-attn.*areal-hpc\[flash\]"):
-        require_kernel(Attention.FLASH)
-    with pytest.raises(ConfigError, match=r"trainer.attention=flash needs the package flash_attn"):
-        kernel_of(Attention.FLASH)
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({"attention": Attention.FLASH}, r"trainer.attention=flash needs flash-attn.*areal-hpc\[flash\]"),
+        ({"attention": Attention.ASCEND}, r"trainer.attention=ascend needs torch-npu.*areal-hpc\[npu\]"),
+        (
+            {"attention": Attention.TRANSFORMER_ENGINE},
+            r"trainer.attention=transformer_engine needs Transformer Engine.*areal-hpc\[transformer-engine\]",
+        ),
+        ({"fp8": True}, r"trainer.fp8 needs Transformer Engine.*areal-hpc\[transformer-engine\]"),
+    ],
+)
+def test_a_kernel_that_is_not_installed_is_refused_by_name(choice: dict[str, Any], said: str) -> None:
+    require_kernels(TrainerConfig(total_steps=1))
+    with pytest.raises(ConfigError, match=said):
+        require_kernels(TrainerConfig(total_steps=1, **choice))
+
+
+@pytest.mark.parametrize(("attention", "package"), [(Attention.FLASH, "flash_attn"), (Attention.ASCEND, "torch_npu")])
+def test_and_by_who_would_call_it(attention: Attention, package: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer.attention={attention} needs the package {package}"):
+        kernel_of(attention, scale=1.0)
+
+
+def test_fp8_wants_widths_that_its_products_take(tmp_path: Path) -> None:
+    make_model(tmp_path / "fits", "qwen3", 0, hidden_size=64, head_dim=16, num_attention_heads=4, intermediate_size=96)
+    check_model(tmp_path / "fits", ParallelConfig(tensor=2), fp8=True)
+    with pytest.raises(ConfigError, match=r"on each rank feed-forward width 24; lower trainer.parallel.tensor"):
+        check_model(tmp_path / "fits", ParallelConfig(tensor=4), fp8=True)
+    make_model(tmp_path / "mixture", "qwen3_moe", 0, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    with pytest.raises(ConfigError, match="has experts, whose tokens come in any number"):
+        check_model(tmp_path / "mixture", ParallelConfig(), fp8=True)

@@ -20,6 +20,7 @@ from areal_hpc.config.resolve import read_config, resolve
 from areal_hpc.config.schema import (
     Attention,
     Config,
+    Dtype,
     EngineName,
     ModelConfig,
     PromptsConfig,
@@ -167,6 +168,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_attention": (
         {"trainer__attention": Attention.FLASH},
         "trainer.attention: flash needs trainer.backend=megatron",
+    ),
+    "check_attention, context": (
+        {
+            "model__dtype": Dtype.BFLOAT16,
+            "trainer__backend": TrainerBackendName.MEGATRON,
+            "trainer__attention": Attention.ASCEND,
+            "trainer__ranks": 2,
+            "trainer__parallel__context": 2,
+        },
+        "trainer.attention: ascend needs trainer.backend=megatron, model.dtype=bfloat16 and trainer.parallel.context=1",
+    ),
+    "check_attention, fp8": (
+        {"trainer__backend": TrainerBackendName.MEGATRON, "trainer__fp8": True},
+        "trainer.fp8: needs trainer.backend=megatron and model.dtype=bfloat16",
     ),
     "check_engine_ranks": ({"generation__tensor_parallel": 2}, "generation.backend: embedded runs the model whole"),
     "check_engine_ranks, stages": (

@@ -17,7 +17,7 @@ from areal_hpc.roles.wiring.offline import check_answers
 from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.roles.wiring.servers import check_server
 from areal_hpc.rollout.reward_pool import RewardPool
-from areal_hpc.training.megatron.requirements import check_model, require_kernel, require_megatron
+from areal_hpc.training.megatron.requirements import check_model, require_kernels, require_megatron
 
 
 def preflight(config: Config) -> None:
@@ -54,7 +54,7 @@ def _refuse_what_cannot_start(config: Config) -> None:
     check_server(config)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
         require_megatron()
-        require_kernel(config.trainer.attention)
+        require_kernels(config.trainer)
 
 
 def check_made(config: Config) -> None:
@@ -71,7 +71,9 @@ def check_made(config: Config) -> None:
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
     if config.trainer.backend is TrainerBackendName.MEGATRON:
-        architecture = check_model(Path(config.model.path), config.trainer.parallel, config.model.lora)
+        architecture = check_model(
+            Path(config.model.path), config.trainer.parallel, config.model.lora, fp8=config.trainer.fp8
+        )
         if config.model.routing_replay and architecture.experts is None:
             raise ConfigError(
                 f"model.routing_replay: {config.model.path} has no experts to choose among; set it to false"

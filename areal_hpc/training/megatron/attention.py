@@ -1,7 +1,7 @@
-"""Attention over packed sequences in the place that Megatron leaves for it: exact on every device, or flash-attn's.
+"""Attention over packed sequences in the place that Megatron leaves for it: exact on every device, or by a kernel.
 
 Exact, each sequence is one call of torch's fused attention, so nobody attends across a boundary and no mask of the
-whole micro-batch exists; flash-attn takes all sequences in one call. With context parallelism a rank holds two chunks
+whole micro-batch exists; ``kernels`` take all sequences in one call. With context parallelism a rank holds two chunks
 of every sequence (see ``packing``): keys and values of all ranks are gathered, one collective a layer, and each chunk
 attends to what comes before its end.
 """
@@ -9,7 +9,7 @@ attends to what comes before its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,70 +18,50 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from areal_hpc.config.schema import Attention
-from areal_hpc.extras import optional
-
-Varlen = Callable[..., Tensor]
-"""``flash_attn_varlen_func`` of flash-attn 2: queries, keys and values of packed sequences, and where these begin."""
-
-
-def kernel_of(attention: Attention) -> Varlen | None:
-    """What computes all sequences in one call; None where each is one of its own.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if attention is Attention.EXACT:
-        return None
-    kernel: Varlen = optional("flash_attn", extra="flash", what="trainer.attention=flash").flash_attn_varlen_func
-    return kernel
+from areal_hpc.training.megatron.kernels import kernel_of
+from areal_hpc.training.megatron.rotary import rotate
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron builds one for each layer and calls it with queries [T, heads, D], keys and values [T, groups, D]."""
+    """Megatron builds one for each layer and calls it with queries [T, heads, D], keys and values [T, groups, D].
 
-    def __init__(
-        self,
-        config: Any,
-        *_: Any,
-        softmax_scale: float | None = None,
-        kernel: Varlen | None = None,
-        **__: Any,
-    ) -> None:
+    Raises:
+        ConfigError: the kernel is not installed.
+    """
+
+    def __init__(self, config: Any, *, attention: Attention, softmax_scale: float | None = None, **given: Any) -> None:
         super().__init__()
-        from megatron.core import parallel_state
-
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._kernel = kernel
-        self._group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._attend = (
+            _Exact(config, scale)
+            if attention is Attention.EXACT
+            else kernel_of(attention, scale=scale, config=config, **given)
+        )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> Tensor:
         """[T, 1, heads * D]; T are this rank's tokens of the packed sequences."""
         assert packed_seq_params is not None, "only packed sequences are trained on"
-        if self._kernel is not None:
-            return self._in_one_call(self._kernel, query, key, value, packed_seq_params)
-        ranks = 1 if self._group is None else self._group.size()
-        lengths = (packed_seq_params.cu_seqlens_q.diff() // ranks).tolist()
-        parts = [torch.split(part, lengths) for part in (query, *self._of_all_ranks(key, value))]
-        attend = self._attend if self._group is None else self._attend_in_chunks
-        attended = [attend(*one) for one in zip(*parts, strict=True)]
-        return torch.cat(attended).reshape(query.shape[0], 1, -1)
+        query, key = (rotate(heads, packed_seq_params.turns) for heads in (query, key))
+        return self._attend(query, key, value, packed_seq_params).reshape(query.shape[0], 1, -1)
 
-    def _in_one_call(self, kernel: Varlen, query: Tensor, key: Tensor, value: Tensor, packed: Any) -> Tensor:
-        assert self._group is None, "the configuration's checks let no context parallelism pass"
-        attended = kernel(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            softmax_scale=self._scale,
-            causal=True,
-        )
-        return attended.reshape(query.shape[0], 1, -1)
+
+class _Exact:
+    """A ``Kernel``."""
+
+    def __init__(self, config: Any, scale: float) -> None:
+        from megatron.core import parallel_state
+
+        self._scale = scale
+        self._group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+        ranks = 1 if self._group is None else self._group.size()
+        sizes = [(end - start) // ranks for start, end in pairwise([0, *lengths.ends])]
+        parts = [torch.split(part, sizes) for part in (query, *self._of_all_ranks(key, value))]
+        attend = self._attend if self._group is None else self._attend_in_chunks
+        return torch.cat([attend(*one) for one in zip(*parts, strict=True)])
 
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the same tokens on every context rank, side by side: [T, ranks, groups, D]."""

@@ -91,7 +91,7 @@ class MegatronBackend:
         self._source, self._dtype = Path(model_path), getattr(torch, dtype)
         self._of_pairs = table.find(algorithm.name).pair_loss is not None
         self._is_scorer = self._of_pairs and reference_of(algorithm) is None
-        architecture = check_model(self._source, trainer.parallel, lora)
+        architecture = check_model(self._source, trainer.parallel, lora, fp8=trainer.fp8)
         enter_groups(ranks, trainer.parallel)
         self._place = Place(ranks)
         self.data_ranks = self._place.data
@@ -129,7 +129,7 @@ class MegatronBackend:
         if path is None or (path == "" and self._lora.rank):
             return None
         if path:
-            architecture = check_model(Path(path), self._config.parallel)
+            architecture = check_model(Path(path), self._config.parallel, fp8=self._config.fp8)
         source = Path(path) if path else self._source
         chunks, _ = frozen(source, architecture, self._config, self._place, self._dtype)
         return chunks, self._words(architecture)
@@ -137,7 +137,7 @@ class MegatronBackend:
     def _make_critic(self, architecture: Architecture) -> SplitCritic:
         config = self._algorithm.critic
         if config.path:
-            architecture = check_model(Path(config.path), self._config.parallel)
+            architecture = check_model(Path(config.path), self._config.parallel, fp8=self._config.fp8)
         source = Path(config.path) if config.path else self._source
         return SplitCritic(source, architecture, self._config, self._place, config=config, dtype=self._dtype)
 

@@ -1,12 +1,13 @@
-"""Megatron-core on a CPU: what it asks of CUDA, answered.
+"""Megatron-core on a device that is not CUDA's: what it asks of CUDA, answered.
 
     bootstrap()         once in a process, before anything else of megatron is used
 
 Megatron-core asks ``torch.cuda`` where tensors live, says device="cuda" when it makes some, and keeps books on streams
-and random states. On a CPU each of these has a plain meaning. Its modules, and only they, get a stand-in as their
-global name ``torch`` that gives it; whoever else imports torch has the real one. Two methods of ``Tensor`` cannot be
-replaced for some callers only: ``cuda()``, which could do nothing but raise here, and ``type()``, which answers
-Megatron's optimizers as they expect and everybody else as ever.
+and random states. An Ascend NPU answers by the module of torch's that has its name; on a CPU each of these has a plain
+meaning. Megatron's modules, and only they, get a stand-in as their global name ``torch`` that gives it; whoever else
+imports torch has the real one. Two methods of ``Tensor`` cannot be replaced for some callers only: ``cuda()``, which
+could do nothing but raise here, and ``type()``, which answers Megatron's optimizers as they expect and everybody else
+as ever.
 
 Nothing in a language model that is trained by reinforcement is random, so random states are no states here.
 """
@@ -41,7 +42,6 @@ MODULES = (
 )
 """All of Megatron that is used; what these import comes with them."""
 FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
-CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -49,22 +49,16 @@ def bootstrap() -> None:
     """Import Megatron and make it fit this process's device.
 
     Raises:
-        ConfigError: megatron-core is missing, or not as this module knows it, or the device is one it was not made for.
+        ConfigError: megatron-core is missing, or not as this module knows it.
     """
     require_megatron()
-    device = accelerator.detect()
-    if device is accelerator.NPU:
-        raise ConfigError(
-            "trainer.backend=megatron has not been brought to Ascend yet; use trainer.backend=reference, or hide the "
-            f"devices with {device.visible_devices}="
-        )
     # Of Transformer Engine and Apex, which are not installed, and of settings that nobody here has made.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     for name in MODULES:
         importlib.import_module(name)
     _define_what_only_transformer_engine_brings()
-    if device is accelerator.CPU:
-        _answer_for_cpu()
+    if (device := accelerator.detect()) is not accelerator.CUDA:
+        _answer_for(device.device)
 
 
 def _define_what_only_transformer_engine_brings() -> None:
@@ -74,10 +68,10 @@ def _define_what_only_transformer_engine_brings() -> None:
         module.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-def _answer_for_cpu() -> None:
-    # Megatron wraps small functions in torch.compile; on a CPU each would wait for a C++ compiler.
+def _answer_for(device: str) -> None:
+    # Megatron wraps small functions in torch.compile, for which there may be no compiler here.
     importlib.import_module("torch._dynamo").config.disable = True
-    answers = _torch_for_megatron()
+    answers = torch_for(device, _cuda_on_cpu() if device == accelerator.CPU.device else cuda_as(device))
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = answers  # type: ignore[attr-defined]
@@ -86,8 +80,8 @@ def _answer_for_cpu() -> None:
     _replace("megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER", _NoRandomStates())
     _replace("megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
     for name in ("moe_utils", "token_dispatcher"):  # they look for "cuda" before they make a list of sizes
-        _replace(f"megatron.core.transformer.moe.{name}", "maybe_move_tensor_to_cpu", _as_it_is)
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+        _replace(f"megatron.core.transformer.moe.{name}", "maybe_move_tensor_to_cpu", _on_host)
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
     torch.Tensor.type = _type_for(torch.Tensor.type)  # type: ignore[method-assign]
 
 
@@ -109,11 +103,22 @@ class _Overlay(ModuleType):
         return getattr(self.__dict__["_module"], name)
 
 
-def _torch_for_megatron() -> ModuleType:
-    device_module: dict[str, Any] = {
+def torch_for(device: str, cuda: ModuleType) -> ModuleType:
+    """``torch`` with another ``torch.cuda``, and tensors for "cuda" made on the ``device``."""
+    return _Overlay(torch, {"cuda": cuda, **{name: _on(device, getattr(torch, name)) for name in FACTORIES}})
+
+
+def cuda_as(device: str) -> ModuleType:
+    """``torch.cuda`` as the module of another device, which answers alike but for what Megatron makes tensors on."""
+    module = torch.get_device_module(device)
+    return _Overlay(module, {"current_device": lambda: torch.device(device, module.current_device())})
+
+
+def _cuda_on_cpu() -> ModuleType:
+    answers: dict[str, Any] = {
         "is_available": lambda: False,
         "device_count": lambda: 1,
-        "current_device": lambda: CPU,
+        "current_device": lambda: torch.device(accelerator.CPU.device),
         "get_rng_state": lambda *_, **__: torch.empty(0),
         "current_stream": _Stream,
         "default_stream": _Stream,
@@ -121,18 +126,17 @@ def _torch_for_megatron() -> ModuleType:
         "Stream": _Stream,
         "Event": _Event,
     }
-    device_module |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_rng_state"), _nothing)
-    device_module |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0)
-    answers = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _Overlay(torch, {**answers, "cuda": _Overlay(torch.cuda, device_module)})
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_rng_state"), _nothing)
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0)
+    return _Overlay(torch.cuda, answers)
 
 
-def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on(device: str, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The factory, with "cuda" read as what the process has instead."""
 
     def made(*args: Any, **options: Any) -> torch.Tensor:
         if str(options.get("device")).startswith("cuda"):
-            options["device"] = CPU
+            options["device"] = device
         return make(*args, **options)
 
     return made
@@ -145,14 +149,16 @@ def _type_for(real: Callable[..., Any]) -> Callable[..., Any]:
         answer = real(tensor, dtype, *args, **options)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if dtype is None and caller.startswith("megatron.core.optimizer"):
-            return answer.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{answer.rpartition('.')[2]}"
         return answer
 
     return of
 
 
-def _as_it_is(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.cpu().numpy() if as_numpy else tensor.cpu()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

@@ -1,15 +1,16 @@
 """Megatron's GPT in the shape of a Hugging Face checkpoint, its head left to whoever wants log-probs.
 
     chunks = build(architecture, trainer, dtype)            this rank's layers; several with virtual pipeline stages
-    hidden = chunks[-1](token_ids, None, None, packed_seq_params=...)
+    hidden = chunks[-1](token_ids, positions, None, packed_seq_params=...)      both [1, T]
 
-Two parts are ours, on every device: attention over packed sequences, and RMSNorm as transformers computes it. Weights
-are left as memory was found.
+Ours are, on every device: attention over packed sequences with their rotary positions, RMSNorm as transformers computes
+it, and the gate of a feed-forward layer. Weights are left as memory was found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from areal_hpc import accelerator
-from areal_hpc.config.schema import Recompute, TrainerConfig
+from areal_hpc.config.schema import Attention, Recompute, TrainerConfig
 from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies
-from areal_hpc.training.megatron.attention import PackedAttention, Varlen, kernel_of
+from areal_hpc.training.megatron.attention import PackedAttention
+from areal_hpc.training.megatron.fused import gated, rms_norm
+from areal_hpc.training.megatron.kernels import transformer_engine
 from areal_hpc.training.megatron.names import Split, first_layer, weight_of
+from areal_hpc.training.megatron.rotary import turns_of
 
 RECOMPUTED: Mapping[Recompute, Mapping[str, Any]] = {
     Recompute.NONE: {},
@@ -28,13 +32,12 @@ RECOMPUTED: Mapping[Recompute, Mapping[str, Any]] = {
     Recompute.LAYERS: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """In Megatron's words."""
+FP8: Mapping[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+"""The same. Scales are of the tensors at hand: nothing is remembered of steps before, so no checkpoint need hold it."""
 
 
 class RMSNorm(torch.nn.Module):
-    """Mean square and root in float32, rounded, then scaled: the order of transformers, and of the engines.
-
-    Megatron's own needs Transformer Engine for sequence parallelism.
-    """
+    """``fused.rms_norm``; Megatron's own needs Transformer Engine for sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -44,9 +47,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 def _device() -> str:
@@ -62,10 +63,10 @@ def build(
         number_head: name of a layer that makes one number of each state and stands in the place of the words; such a
             layer called ``score`` has no bias, as transformers' sequence classifiers have none.
     """
-    config, kernel = transformer_config(architecture, trainer, dtype), kernel_of(trainer.attention)
+    config = transformer_config(architecture, trainer, dtype)
     chunks = trainer.parallel.virtual_pipeline
     numbers = range(chunks) if chunks > 1 else [None]
-    return [_build_chunk(architecture, config, number, number_head, kernel) for number in numbers]
+    return [_build_chunk(architecture, config, number, number_head, trainer.attention) for number in numbers]
 
 
 def transformer_config(architecture: Architecture, trainer: TrainerConfig, dtype: torch.dtype) -> Any:
@@ -108,6 +109,7 @@ def transformer_config(architecture: Architecture, trainer: TrainerConfig, dtype
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # noqa: S106 (asked for by variable lengths, also of dense models)
         **_mixture(architecture),
+        **(FP8 if trainer.fp8 else {}),
         **RECOMPUTED[trainer.recompute],
     )
 
@@ -128,24 +130,23 @@ def _mixture(architecture: Architecture) -> dict[str, Any]:
 
 
 def _build_chunk(
-    architecture: Architecture, config: Any, number: int | None, number_head: str, kernel: Varlen | None
+    architecture: Architecture, config: Any, number: int | None, number_head: str, attention: Attention
 ) -> Any:
     from megatron.core import parallel_state
 
     stage = {"ignore_virtual": number is None, "vp_stage": number}
     model = _policy_class()(
         config=config,
-        transformer_layer_spec=_block(config, number, kernel),
+        transformer_layer_spec=_block(config, number, attention),
         vocab_size=padded_vocabulary(architecture, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=architecture.tied and not number_head,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # which tells its layers nothing: ours find it with the lengths
         vp_stage=number,
     )
-    # Float32 whatever the model computes in: rounded frequencies drift with the position.
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(_device())
+    model.frequencies = inverse_frequencies(architecture).to(_device())
     model.number_head = number_head
     if number_head and model.post_process:
         del model.output_layer
@@ -153,6 +154,9 @@ def _build_chunk(
             architecture.hidden_size, 1, bias=number_head != "score", dtype=config.params_dtype, device=_device()
         )
         model.add_module(number_head, layer)
+    if architecture.experts is None:
+        for layer in model.decoder.layers:
+            layer.mlp.forward = partial(_feed_forward, layer.mlp)
     _mark_split_weights(model)
     return model
 
@@ -168,6 +172,13 @@ def _policy_class() -> Any:
     class Policy(GPTModel):  # type: ignore[misc]
         """GPT that answers with its last hidden states [T, 1, H], not with logits of every word."""
 
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, *given: Any, packed_seq_params: Any, **named: Any
+        ) -> Tensor:
+            packed_seq_params.turns = turns_of(self.frequencies, positions[0], self.config.params_dtype)
+            hidden: Tensor = super().forward(token_ids, positions, *given, packed_seq_params=packed_seq_params, **named)
+            return hidden
+
         def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
             return hidden_states
 
@@ -175,7 +186,14 @@ def _policy_class() -> Any:
     return Policy
 
 
-def _block(config: Any, number: int | None, kernel: Varlen | None) -> Any:
+def _feed_forward(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Forward of Megatron's ``MLP`` without a bias; that of an expert, which weighs its tokens, stays as it is."""
+    both, _no_bias = layer.linear_fc1(hidden)
+    out, _no_bias = layer.linear_fc2(gated(both))
+    return out, None
+
+
+def _block(config: Any, number: int | None, kernel: Attention) -> Any:
     """The specification of this chunk's layers, with our attention and norms in it."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -189,7 +207,13 @@ def _block(config: Any, number: int | None, kernel: Varlen | None) -> Any:
     )
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"kernel": kernel})
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"attention": kernel})
+    if config.fp8:
+        linear = transformer_engine("trainer.fp8")
+        # Newer Megatrons specify this layer by a function with its arguments.
+        feed_forward = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, partial) else parts.mlp.submodules
+        attention.linear_qkv = feed_forward.linear_fc1 = linear.TEColumnParallelLinear
+        attention.linear_proj = feed_forward.linear_fc2 = linear.TERowParallelLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=number)

@@ -44,6 +44,9 @@ class SplitOptimizer:
         self._grad_clip, self._weight_decay = config.grad_clip, config.weight_decay
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.chunks = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+        for chunk in self.chunks:
+            for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                _spare_copies(buckets)
         for chunk in chunks:
             chunk.config.finalize_model_grads_func = (
                 finalize_model_grads  # sums them over the ranks, after the last pass
@@ -168,3 +171,15 @@ def _held_by(inner: Any) -> Iterator[Parameter]:
     """Parameters whose ranges are spread over the optimizer's data-parallel ranks, this one's or not."""
     for buffer in inner.buffers:
         yield from buffer.params
+
+
+def _spare_copies(buckets: Any) -> None:
+    """A rank that shares these weights with nobody would hand itself their gradients, and after a step them, by copying
+    them all.
+    """
+    alone = buckets.intra_distributed_optimizer_instance_size == 1
+    if alone and all(bucket.gradient_scaling_factor == 1.0 for bucket in buckets.buckets):
+        buckets.start_grad_sync = buckets.start_param_sync = _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...

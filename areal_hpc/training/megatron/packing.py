@@ -24,6 +24,7 @@ class Packed:
     """What one rank of a context group computes of a micro-batch; C is the number of those ranks."""
 
     token_ids: IntArray  # [P / C], this rank's tokens of the P padded ones
+    positions: IntArray  # [P / C], of each in its sequence
     boundaries: NDArray[np.int32]  # [S + 1], of the padded sequences, on all ranks together
     rows: IntArray  # [N], places in token_ids of the states that predict trainable tokens
     targets: IntArray  # [N], those tokens
@@ -56,6 +57,7 @@ def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1,
     rows = row_of[place[slots] - 1]
     return Packed(
         token_ids=token_ids[mine],
+        positions=(np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], padded))[mine],
         boundaries=boundaries.astype(np.int32),
         rows=rows[rows >= 0],
         targets=batch.token_ids[slots[rows >= 0]].astype(np.int64),
@@ -79,6 +81,7 @@ def nothing(tokens: int, context_size: int = 1) -> Packed:
     boundaries = np.array([0, tokens * context_size], dtype=np.int32)
     return Packed(
         token_ids=np.zeros(tokens, dtype=np.int64),
+        positions=np.zeros(tokens, dtype=np.int64),
         boundaries=boundaries,
         rows=none,
         targets=none,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from areal_hpc.config.lora import ATTENTION, FEED_FORWARD, NO_LORA, LoraConfig
-from areal_hpc.config.schema import Attention, ParallelConfig
+from areal_hpc.config.schema import Attention, ParallelConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture, read_architecture
 
@@ -17,6 +18,34 @@ OLDEST, TOO_NEW = (0, 16, 1), (0, 20, 0)
 """Versions of megatron-core whose insides are those that ``compat`` and ``optimizer`` reach into."""
 WANTS_TRITON = (0, 18, 0)
 """From which version on it cannot be imported without triton, which torch brings for CUDA only."""
+FP8_MULTIPLE = 16
+"""Of which every side of a matrix product in FP8 is a multiple."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """One that computes on some devices only."""
+
+    name: str
+    module: str
+    extra: str
+    made: str
+
+
+PACKAGES = {
+    Attention.FLASH: Package(
+        name="flash-attn", module="flash_attn", extra="flash", made="compiled for CUDA devices at its installation"
+    ),
+    Attention.TRANSFORMER_ENGINE: Package(
+        name="Transformer Engine",
+        module="transformer_engine",
+        extra="transformer-engine",
+        made="compiled for CUDA devices at its installation",
+    ),
+    Attention.ASCEND: Package(
+        name="torch-npu", module="torch_npu", extra="npu", made="for Ascend devices and wants their toolkit, CANN"
+    ),
+}
 
 
 def require_megatron() -> None:
@@ -43,34 +72,57 @@ def require_megatron() -> None:
         raise ConfigError(f"trainer.backend=megatron: megatron-core {found} imports triton; pip install triton")
 
 
-def require_kernel(attention: Attention) -> None:
-    """Refuse a kernel of attention that is not installed, by what can be seen without importing it.
+def require_kernels(trainer: TrainerConfig) -> None:
+    """Refuse kernels that are not installed, by what can be seen without importing them.
 
     Raises:
         ConfigError: says what to install.
     """
-    if attention is Attention.FLASH and find_spec("flash_attn") is None:
-        raise ConfigError(
-            "trainer.attention=flash needs flash-attn, which is compiled for CUDA devices at its installation: pip "
-            "install 'areal-hpc[flash]', or set trainer.attention=exact"
-        )
+    wanted = {f"trainer.attention={trainer.attention}": PACKAGES.get(trainer.attention)}
+    if trainer.fp8:
+        wanted["trainer.fp8"] = PACKAGES[Attention.TRANSFORMER_ENGINE]
+    for key, package in wanted.items():
+        if package is not None and find_spec(package.module) is None:
+            raise ConfigError(
+                f"{key} needs {package.name}, which is {package.made}: pip install 'areal-hpc[{package.extra}]', or "
+                "leave that out"
+            )
 
 
-def check_model(path: Path, parallel: ParallelConfig, lora: LoraConfig = NO_LORA) -> Architecture:
-    """The model's architecture, if it can be split as ``trainer.parallel`` says.
+def check_model(path: Path, parallel: ParallelConfig, lora: LoraConfig = NO_LORA, *, fp8: bool = False) -> Architecture:
+    """The model's architecture, if it can be split as ``trainer.parallel`` says, and computed in FP8 where asked.
 
     Raises:
         DataError: the model is not one that is computed here.
-        ConfigError: lists every size that does not divide what it splits; or adapters would be of experts.
+        ConfigError: lists every size that does not divide what it splits, or that FP8 does not take; or adapters would
+            be of experts.
     """
     architecture = read_architecture(path)
     if lora.rank and architecture.experts is not None and set(lora.target_modules) & set(FEED_FORWARD):
         raise ConfigError(
             f"model.lora.target_modules: {path} has experts, which get no adapters; name {', '.join(ATTENTION)} at most"
         )
+    if fp8:
+        _check_fp8(path, architecture, parallel)
     if problems := list(_problems(architecture, parallel)):
         raise ConfigError(f"{path} cannot be split so: " + "; ".join(problems))
     return architecture
+
+
+def _check_fp8(path: Path, model: Architecture, parallel: ParallelConfig) -> None:
+    if model.experts is not None:
+        raise ConfigError(f"trainer.fp8: {path} has experts, whose tokens come in any number; set it to false")
+    widths = {
+        "hidden": model.hidden_size,
+        "query": model.qkv_sizes[0] // parallel.tensor,
+        "query, key and value": sum(model.qkv_sizes) // parallel.tensor,
+        "feed-forward": model.intermediate_size // parallel.tensor,
+    }
+    if odd := [f"{what} width {width}" for what, width in widths.items() if width % FP8_MULTIPLE]:
+        raise ConfigError(
+            f"trainer.fp8: products are of multiples of {FP8_MULTIPLE}, and {path} has on each rank {', '.join(odd)}; "
+            "lower trainer.parallel.tensor, or set it to false"
+        )
 
 
 def _problems(model: Architecture, parallel: ParallelConfig) -> Iterator[str]:

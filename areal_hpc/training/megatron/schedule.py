@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from areal_hpc.training.megatron.heads import Head, on
 from areal_hpc.training.megatron.packing import Packed, nothing, pack_for_rank
 from areal_hpc.training.megatron.parallel import Place
 from areal_hpc.training.megatron.replay import send_along
+from areal_hpc.training.megatron.requirements import FP8_MULTIPLE
 from areal_hpc.types import Batch, Float32Array
 from areal_hpc.waits import advance
 
@@ -41,6 +43,7 @@ class Passes:
     def __init__(self, place: Place, trainer: TrainerConfig) -> None:
         self._place, self._parallel = place, trainer.parallel
         self._budget = trainer.tokens_per_microbatch * trainer.parallel.context
+        self._multiple = trainer.parallel.tensor * (FP8_MULTIPLE if trainer.fp8 else 1)
 
     def split(self, batch: Batch, *, together: int = 1) -> list[tuple[Batch, IntArray]]:
         """The batch in micro-batches, and where their tokens stand in it; see ``forward.parts``."""
@@ -54,13 +57,13 @@ class Passes:
 
         num_passes = self._num_passes(len(parts))
         packed = [self._pack(part) for part in parts]
-        packed += [nothing(2 * self._parallel.tensor, self._parallel.context)] * (num_passes - len(parts))
+        packed += [nothing(2 * self._multiple, self._parallel.context)] * (num_passes - len(parts))
         scale = float(num_passes * self._place.data.size)  # Megatron divides by the first, and by the second after all
 
         def step(rows: Iterator[tuple[int, Packed]], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number, one = next(rows)
-            token_ids = on(self._place, one.token_ids)[None]
-            output = chunk(token_ids, None, None, packed_seq_params=self._lengths(one))
+            token_ids, positions = on(self._place, np.stack([one.token_ids, one.positions]))[:, None]
+            output = chunk(token_ids, positions, None, packed_seq_params=self._lengths(one))
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 part = parts[number] if number < len(parts) else None
@@ -102,11 +105,10 @@ class Passes:
 
     def _pack(self, part: Batch) -> Packed:
         context = self._place.context
-        return pack_for_rank(
-            part, context_rank=context.rank(), context_size=context.size(), multiple=self._parallel.tensor
-        )
+        return pack_for_rank(part, context_rank=context.rank(), context_size=context.size(), multiple=self._multiple)
 
     def _lengths(self, packed: Packed) -> Any:
+        """What every layer is given of a pass: Megatron's lengths of sequences, and with them what only ours read."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         boundaries = on(self._place, packed.boundaries)
@@ -118,6 +120,7 @@ class Passes:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+        lengths.ends = packed.boundaries[1:].tolist()  # on the host: no layer is to wait for the device to tell
         if packed.experts is not None:
             send_along(lengths, on(self._place, replayed(packed.experts)), self._place)
         return lengths
