@@ -11,11 +11,15 @@ import inspect
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import DataError
 from areal_hpc.types import Message
+
+KNOWN_TEXTS = 64
+"""Texts whose ids are kept: the attempts at one prompt begin alike, often with thousands of tokens of instructions."""
 
 
 class ChatRenderer:
@@ -31,6 +35,7 @@ class ChatRenderer:
         self._path = Path(model_path)
         self._tokenizer = load_tokenizer(self._path)
         self._backend = backend_of(self._tokenizer)
+        self._known = lru_cache(maxsize=KNOWN_TEXTS)(self._encoded)
         if not self._tokenizer.chat_template:
             raise DataError(f"{model_path} has no chat template; add chat_template.jinja, or use a chat model")
         self._lock = threading.Lock()
@@ -109,12 +114,15 @@ class ChatRenderer:
             DataError: it is no text, such as half of a surrogate pair, which JSON allows.
         """
         try:
-            if self._backend is not None:
-                return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-            with self._lock:
-                return tuple(self._tokenizer.encode(text, add_special_tokens=False, truncation=False))
+            return self._known(text)
         except TypeError as error:
             raise DataError(f"the text cannot be encoded: {error}") from error
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        with self._lock:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False, truncation=False))
 
     def spelled(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` with its special tokens, since some models write tool calls with them."""

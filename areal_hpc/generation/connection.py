@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from areal_hpc.waits import waiting
 ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
 
+orjson: Any = None if find_spec("orjson") is None else import_module("orjson")
+"""Writes a prompt's ids in a tenth of the time, and reads an answer's in a quarter; None where it is not installed."""
+JSON = {"Content-Type": "application/json"}
 IDLE_S = 2.0
 """Longest time for which a connection lies idle and is still used; uvicorn, under SGLang and vLLM, closes after 5 s."""
 
@@ -146,7 +152,9 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
         request_id = body.get("rid", "") if isinstance(body, dict) else ""
         with waiting(f"an answer to {path}", self._engine, limit_s=limit_s, about=request_id):
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            data, headers = (None, None) if body is None else (_encoded(body), JSON)
+            url = self.url + path
+            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                 if response.status == 401:
                     raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
                 if each is not None and response.content_type == "text/event-stream":
@@ -181,7 +189,18 @@ async def _last_event(response: aiohttp.ClientResponse, each: Callable[[Any], No
     raise aiohttp.ClientPayloadError("its stream broke off")
 
 
+def _encoded(body: Any) -> bytes:
+    if orjson is not None:
+        with suppress(TypeError):  # it is stricter, as with half of a surrogate pair in a stop string
+            written: bytes = orjson.dumps(body)
+            return written
+    return json.dumps(body).encode()
+
+
 def _decoded(data: bytes) -> Any:
+    if orjson is not None:
+        with suppress(ValueError):  # as with NaN
+            return orjson.loads(data)
     try:
         return json.loads(data)
     except ValueError:

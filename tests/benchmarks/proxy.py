@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -48,7 +49,8 @@ from areal_hpc.types import Sampling
 ADMIN = "admin"
 ANSWER = "The answer is forty-two, as ever."
 PROMPTS = {"short": "What is six times seven?", "long": "What is six times seven? " * 80}
-"""About 60 and 2,050 tokens, a byte each."""
+"""About 60 and 2,050 tokens, a byte each; each request is numbered, so that nobody knows its text from before."""
+NUMBERS = itertools.count(10_000)
 WARM_UP, STREAMS, STREAMED_TOKEN_S = 20, 500, 0.01
 START_LIMIT_S = 180.0
 BATCH = 50
@@ -252,7 +254,7 @@ async def start(http: aiohttp.ClientSession, url: str) -> Way:
 
 async def ask(http: aiohttp.ClientSession, way: Way, prompt: str) -> float:
     """Seconds of one request; its answer is the engine's."""
-    body = {"model": "policy", "messages": [{"role": "user", "content": prompt}]}
+    body = {"model": "policy", "messages": [{"role": "user", "content": f"{next(NUMBERS)}. {prompt}"}]}
     began = time.perf_counter()
     async with http.post(
         f"{way.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {way.key}"}

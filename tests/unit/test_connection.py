@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from fake_engine import FakeEngine, running
 
+from areal_hpc.generation import connection
 from areal_hpc.generation.connection import Connection, EngineLost
 
 REQUEST_IDS = map(str, itertools.count())
@@ -161,3 +162,15 @@ def _streamed(chunks: list[bytes], told: list[Any]) -> tuple[int, Any]:
             await runner.cleanup()
 
     return asyncio.run(body())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_json_goes_out_and_comes_in_alike_with_orjson_and_without(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    if not fast:
+        monkeypatch.setattr(connection, "orjson", None)
+    for body in ({"ids": (1, 2), "stop": ["今"]}, {"stop": ["\ud83d"]}, {"ids": [1 << 70]}):
+        assert json.loads(connection._encoded(body)) == json.loads(json.dumps(body))
+    assert connection._decoded(b'{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
+    (odd,) = connection._decoded(b"[NaN]")  # which a reader of log-probs then refuses
+    assert odd != odd
+    assert connection._decoded(b"no \xff JSON") == "no \ufffd JSON"

@@ -80,6 +80,7 @@ DOORS = {
     ),
     "openai": ("proxy/agent.py",),
     "uvloop": ("event_loop.py",),
+    "orjson": ("generation/connection.py",),
     "mpi4py": ("cluster/rendezvous.py",),
     "msgpack": ("buffer/",),
     "datasets": ("prompts.py",),

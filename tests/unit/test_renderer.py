@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.dialogue.renderer import KNOWN_TEXTS, ChatRenderer
 from areal_hpc.errors import DataError
 
 CHATML = (
@@ -172,3 +172,11 @@ def test_what_cannot_render_says_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match="no chat template"):
         ChatRenderer(make_model(tmp_path / "bare", template=None))
+
+
+def test_a_text_that_is_known_has_the_same_ids_and_few_are_kept(tmp_path: Path) -> None:
+    renderer = ChatRenderer(make_model(tmp_path))
+    texts = [f"text {number}" for number in range(KNOWN_TEXTS + 8)]
+    assert [renderer.encode(text) for text in texts] == [renderer.encode(text) for text in texts]
+    assert renderer.encode(texts[-1]) is renderer.encode(texts[-1])
+    assert renderer._known.cache_info().currsize == KNOWN_TEXTS
