@@ -71,7 +71,7 @@ def test_a_real_engine_joins_a_run_that_has_none_and_serves_it_to_its_end(tmp_pa
     make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
     words = [f"generation.backend={engine.name}", f"generation.python={engine.python}", "generation.max_running=8"]
     words += ["generation.replicas=0", "buffer.max_staleness=0", f"limits.start_s={START_S}"]
-    words += [f"limits.stall_s={LIMIT_S}", f"limits.join_s={LIMIT_S}", f"limits.starve_s={LIMIT_S}"]
+    words += [f"limits.stall_s={LIMIT_S}", f"limits.join_s={LIMIT_S}"]
     with launched(tmp_path, tmp_path / "model", *words) as started:
         until("the configuration", started.run.config.exists)
         with satellite(started, 0) as joined:

@@ -300,3 +300,41 @@ def test_without_a_word_in_the_environment_nothing_of_this_is_there(monkeypatch:
     monkeypatch.setenv(plugin.KEEPS, "1")
     plugin.stage()
     assert told == [{"limit_s": 7.0, "keeps": True}]
+
+
+@pytest.mark.parametrize("lacks", ["", "end_weight_update"])
+def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """It would else say that it can do what it can do by half."""
+    registered: list[str] = []
+    around = SimpleNamespace(AROUND="around")
+    registry = SimpleNamespace(register=lambda target, hook, kind: registered.append(target))
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": around},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.scheduler_components": {},
+    }
+    methods = {
+        staging.SCHEDULER: ["get_internal_state"],
+        staging.TOKENIZER: ["_weight_update_session_call", "update_weights_from_distributed"],
+        staging.UPDATER: [
+            *("begin_weight_update", "end_weight_update"),
+            *("update_weights_from_distributed", "update_weights_from_disk"),
+        ],
+    }
+    for path, names in methods.items():
+        module, _, name = path.rpartition(".")
+        modules[module] = {name: SimpleNamespace(**{method: None for method in names if method != lacks})}
+    for name, content in modules.items():
+        made = ModuleType(name)
+        vars(made).update(content)
+        monkeypatch.setitem(sys.modules, name, made)
+    if lacks:
+        with pytest.raises(AttributeError, match=lacks):
+            staging.register(limit_s=1.0, keeps=False)
+        assert registered == []
+        return
+    staging.register(limit_s=1.0, keeps=False)
+    assert len(registered) == len(set(registered)) == 7

@@ -19,6 +19,7 @@ Imported by SGLang alone, in the environment that SGLang is installed in.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -39,11 +40,16 @@ TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
 def register(*, limit_s: float, keeps: bool) -> None:
-    """Have SGLang of this process do it; arguments as of ``Staged``."""
+    """Have SGLang of this process do it; arguments as of ``Staged``.
+
+    Raises:
+        AttributeError, ImportError: this SGLang lacks one of the places, so that none is taken. SGLang logs that, and
+            takes weights as ever.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     staged = Staged(limit_s=limit_s, keeps=keeps)
-    for target, hook in (
+    hooks = (
         (f"{TOKENIZER}._weight_update_session_call", begin_at_once),
         (f"{TOKENIZER}.update_weights_from_distributed", receive_at_once),
         (f"{UPDATER}.begin_weight_update", staged.begin),
@@ -51,7 +57,10 @@ def register(*, limit_s: float, keeps: bool) -> None:
         (f"{UPDATER}.end_weight_update", staged.end),
         (f"{UPDATER}.update_weights_from_disk", staged.read),
         (f"{SCHEDULER}.get_internal_state", staged.tell),  # which its /server_info shows
-    ):
+    )
+    for target, _ in hooks:
+        pkgutil.resolve_name(target)
+    for target, hook in hooks:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
