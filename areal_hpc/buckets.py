@@ -20,7 +20,7 @@ import torch
 
 from areal_hpc.delta import Delta, Weight, checksum
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from areal_hpc.accelerator import ACCELERATORS, Accelerator
 from areal_hpc.errors import ConfigError
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 from areal_hpc.waits import waiting
 
 if TYPE_CHECKING:

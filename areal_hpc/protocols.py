@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from areal_hpc.errors import CorruptRecord
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.types import (
     Batch,
     Completion,
@@ -28,12 +29,10 @@ from areal_hpc.types import (
     Dropped,
     Float32Array,
     GenerationRequest,
-    GroupAddress,
     GroupRef,
     Message,
     Prompt,
     Sampling,
-    TensorSpec,
     Ticket,
     Trajectory,
     TrajectoryGroup,

@@ -27,9 +27,11 @@ from areal_hpc.routing import Record, check_record
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-Message = Mapping[str, Any]  # one chat message in the OpenAI shape: at least ``role`` and ``content``
+Message = Mapping[str, Any]
+"""One chat message in the OpenAI shape: at least ``role`` and ``content``."""
 
-TokenLogprob = tuple[float, int]  # (log-prob, token id)
+TokenLogprob = tuple[float, int]
+"""(log-prob, token id)"""
 
 NOT_SAMPLED = -1
 """Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
@@ -312,28 +314,6 @@ class ArchivedStep:
 
     step: TrainedStep
     groups: Mapping[int, TrajectoryGroup]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One tensor on its way to an engine, in Hugging Face names."""
-
-    name: str
-    dtype: str  # as torch prints it, without the module: "float32", "bfloat16"
-    shape: tuple[int, ...]
-    checksum: int  # CRC-32C of its bytes, contiguous, little-endian
-    num_changed: int | None = None  # elements that travel, where the rest is what the engine holds; None: all of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAddress:
-    """A process group of one trainer (rank 0) and all engine ranks, before it exists."""
-
-    host: str
-    port: int
-    name: str
-    world_size: int
-    backend: str  # gloo, nccl, hccl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import Any
 from fake_engine import FakeEngine, running
 
 from areal_hpc.generation.client import EngineClient, Limits
-from areal_hpc.types import GenerationRequest, GroupAddress, Sampling, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.types import GenerationRequest, Sampling
 
 PROMPT = (5, 6, 7)
 SPECS = [TensorSpec(name="w", dtype="float32", shape=(2,), checksum=77)]

@@ -173,7 +173,7 @@ class FakeEngine:
 
     async def join(self, request: web.Request) -> web.Response:
         from areal_hpc.collective import join_group
-        from areal_hpc.types import GroupAddress
+        from areal_hpc.transfer import GroupAddress
 
         body = await request.json()
         address = GroupAddress(
@@ -215,7 +215,7 @@ class FakeEngine:
 
         from areal_hpc.buckets import num_bytes, unpack
         from areal_hpc.errors import WeightUpdateError
-        from areal_hpc.types import TensorSpec
+        from areal_hpc.transfer import TensorSpec
 
         if self.sessions and not self.begun:
             return web.json_response({"success": False, "message": "no session"}, status=400)

@@ -10,7 +10,7 @@ import torch
 from forked import SERVER
 
 from areal_hpc.collective import host_store, join_group, leave_group
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 
 TIMEOUT_S = 120.0
 

@@ -45,7 +45,8 @@ from areal_hpc.generation.capabilities import Capabilities, PauseMode
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.generation.routed import asking_for_experts, told_experts
 from areal_hpc.routing import Record, Routing
-from areal_hpc.types import Completion, GenerationRequest, GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.types import Completion, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

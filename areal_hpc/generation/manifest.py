@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_hpc.generation.capabilities import Capabilities
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 
 PREFIX = "areal_hpc:"
 

@@ -18,7 +18,7 @@ import torch
 
 from areal_hpc.buckets import num_bytes, whole_bytes
 from areal_hpc.delta import Weight, difference
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 
 
 class Baseline:

@@ -28,7 +28,7 @@ from areal_hpc.buckets import BucketMemory, fingerprint, plan_buckets
 from areal_hpc.collective import device_for, interfaces
 from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 from areal_hpc.weights.ahead import AHEAD, Ahead
 from areal_hpc.weights.baseline import Baseline, sent
 from areal_hpc.weights.group import WeightGroup

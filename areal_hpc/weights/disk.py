@@ -30,7 +30,7 @@ from areal_hpc.delta import Weight
 from areal_hpc.fs import fsync_directory, make_private_directory, publish_json
 from areal_hpc.privacy import make_inside
 from areal_hpc.protocols import WeightTarget
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 from areal_hpc.waits import advance
 from areal_hpc.weight_files import MANIFEST, write_file
 from areal_hpc.weights.baseline import Baseline, sent

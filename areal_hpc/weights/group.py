@@ -16,7 +16,7 @@ from areal_hpc.buckets import Bucket
 from areal_hpc.collective import host_store, interfaces, join_group, leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 from areal_hpc.waits import advance, waiting
 from areal_hpc.weights.membership import Call, Membership
 

@@ -40,7 +40,7 @@ from tiny_models import make_model
 from areal_hpc.buckets import Bucket
 from areal_hpc.collective import host_store, join_group
 from areal_hpc.generation.client import EngineClient
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 from areal_hpc.weights import broadcast
 from areal_hpc.weights.ahead import Ahead
 from areal_hpc.weights.baseline import Baseline

@@ -16,7 +16,7 @@ from areal_hpc.collective import host_store
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.updates import WeightUpdates
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 from areal_hpc.waits import Wait, open_waits
 from tests.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from tiny_models import make_model
 from areal_hpc.buckets import plan_buckets
 from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.delta import checksum
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.config.schema import ParallelConfig
 from areal_hpc.training.megatron.compat import bootstrap
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 
 KEYS = {
     "tp": "tensor",

@@ -11,7 +11,7 @@ import torch
 
 from areal_hpc.buckets import Bucket
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weights import broadcast
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport

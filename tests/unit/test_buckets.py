@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from areal_hpc.buckets import Bucket, BucketMemory, dtype_named, fingerprint, plan_buckets, unpack
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.types import TensorSpec
+from areal_hpc.transfer import TensorSpec
 
 DTYPES = (torch.float64, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool)
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from areal_hpc.collective import bracketed, device_for, host_store, join_group, leave_group, unbracketed
 from areal_hpc.errors import ConfigError
-from areal_hpc.types import GroupAddress
+from areal_hpc.transfer import GroupAddress
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weight_files import MANIFEST
 from areal_hpc.weights.disk import DiskTransport
 

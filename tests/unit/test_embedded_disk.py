@@ -15,7 +15,7 @@ from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weights.disk import DiskTransport
 
 

@@ -20,6 +20,7 @@ GROUND = {
     "waits",
     "collective",
     "buckets",
+    "transfer",
     "delta",
     "routing",
     "weight_files",

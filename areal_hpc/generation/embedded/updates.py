@@ -32,7 +32,7 @@ from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, Scheduler
 from areal_hpc.pretrained.files import check_shapes
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import read_update, shapes_in
 

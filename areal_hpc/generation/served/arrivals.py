@@ -18,7 +18,7 @@ from areal_hpc.buckets import num_bytes, unpack
 from areal_hpc.collective import join_group
 from areal_hpc.delta import Delta, Weight, apply
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from aiohttp import web
 from areal_hpc.buckets import dtype_named
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.served.exchange import need, outcome, read_body
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 
 DEFAULT_GROUP = "weight_update_group"
 FLATTENED = "flattened_bucket"

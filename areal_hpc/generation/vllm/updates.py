@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.vllm.engine import VllmEngine
 from areal_hpc.pretrained.files import DERIVED_SUFFIX, check_shapes, read_shapes
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import shapes_in
 

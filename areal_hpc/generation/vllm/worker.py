@@ -24,7 +24,7 @@ import torch
 
 from areal_hpc.collective import leave_group
 from areal_hpc.generation.served.arrivals import Arrivals, Tensors
-from areal_hpc.types import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weight_files import read_update
 
 

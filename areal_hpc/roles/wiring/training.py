@@ -29,7 +29,8 @@ from areal_hpc.roles.wiring.engines import Roster
 from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import GroupAddress, WeightVersion
+from areal_hpc.transfer import GroupAddress
+from areal_hpc.types import WeightVersion
 from areal_hpc.waits import waiting
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport

@@ -1,0 +1,27 @@
+"""What trainer and engines tell each other of weights that are to travel: where they meet, and what comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor on its way to an engine, in Hugging Face names."""
+
+    name: str
+    dtype: str  # as torch prints it, without the module: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    checksum: int  # CRC-32C of its bytes, contiguous, little-endian
+    num_changed: int | None = None  # elements that travel, where the rest is what the engine holds; None: all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """A process group of one trainer (rank 0) and all engine ranks, before it exists."""
+
+    host: str
+    port: int
+    name: str
+    world_size: int
+    backend: str  # gloo, nccl, hccl
