@@ -1,7 +1,7 @@
 """Exit codes: of ``areal-hpc``, of the processes of a run, and what the batch script of a Slurm job goes by.
 
-The numbers are those that other programs know: 2 as of a shell's usage errors, 70 and 75 of sysexits.h, 130 as of a
-shell whose command was interrupted.
+The numbers are those that other programs know: 2 as of a shell's usage errors, 69, 70 and 75 of sysexits.h, 130 as of
+a shell whose command was interrupted.
 """
 
 from __future__ import annotations

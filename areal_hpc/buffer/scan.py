@@ -158,10 +158,10 @@ class ChainReader:
             data, at = window.show(self._offset, header.head_bytes)
             if (meta := parse_meta(header, data, at)) is None:
                 return None
+            if header.type is RecordType.SEAL and not self._batch:  # read again if the file cannot be closed
+                return self._sealed(meta["next"])
             record = Found(self._segment, self._offset, header, meta)
             self._offset, self._seq = self._offset + header.record_bytes, header.seq + 1
-            if header.type is RecordType.SEAL and not self._batch:
-                return self._sealed(meta["next"])
             if header.type is RecordType.COMMIT:
                 self._accept(found)
             else:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _denied(error: PermissionError) -> str:
     """What to do about a path that one may not use, such as one in the home of whoever began a group's run."""
-    if error.filename is None:
+    if error.filename is None or isinstance(error.filename, int):  # a descriptor's
         return f"{error}; your user may not do that here"
     path = Path(os.fsdecode(error.filename)).absolute()
     last = path if os.access(path, os.F_OK) else path.parent

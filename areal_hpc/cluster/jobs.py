@@ -262,8 +262,9 @@ def cancel(job_ids: Sequence[str]) -> None:
     """
     asked = ask(["scancel", *job_ids])
     refused = [line.strip() for line in asked.stderr.splitlines() if not any(word in line for word in OVER)]
-    if asked.returncode and refused:
-        raise SubmissionError(f"scancel failed: {'; '.join(refused)}; try again when Slurm answers")
+    if asked.returncode and (refused or not asked.stderr.strip()):
+        said = "; ".join(refused) or f"it ended with {asked.returncode} and no word"
+        raise SubmissionError(f"scancel failed: {said}; try again when Slurm answers")
 
 
 def release(job_ids: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 NO_OWN_VARIABLES: Mapping[Key, Mapping[str, str]] = MappingProxyType({})
 KILL_RESERVE_S = 2.0
 KILLED_S = 10.0
-"""Longest time that a process which was killed is waited for: one that hangs in the kernel ends when it can."""
+"""Longest time that processes which were killed are waited for: one that hangs in the kernel ends when it can."""
 POLL_S = 0.1
 
 
@@ -154,7 +154,8 @@ class LocalLauncher:
         return last_lines(self.attempt.log(role, index))
 
     def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
-        """End everything within ``timeout_s`` seconds, in the order of ``end_in_order``.
+        """End everything within ``timeout_s`` seconds, in the order of ``end_in_order``; what then hangs in the kernel
+        is waited for ``KILLED_S`` longer.
 
         ``at_once`` is asked all the while; when it says so, whatever still runs is killed.
         """
@@ -163,8 +164,9 @@ class LocalLauncher:
         def end(keys: Sequence[Key], deadline: float) -> None:
             for key in keys:
                 self.running[key].send_signal(signal.SIGTERM)
-            for key in keys:
-                ended.append(Ended(*key, _wait_or_kill(self.running[key], deadline, at_once)))
+            codes = _wait_or_kill([self.running[key] for key in keys], deadline, at_once)
+            for key, code in zip(keys, codes, strict=True):
+                ended.append(Ended(*key, code))
                 del self.running[key]
 
         end_in_order(self.running, end, timeout_s)
@@ -194,13 +196,23 @@ def last_lines(log: Path) -> str:
     return "\n".join(lines[-LAST_LINES:])
 
 
-def _wait_or_kill(process: Process, deadline: float, at_once: Callable[[], bool]) -> int:
-    while time.monotonic() < deadline and not at_once():
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_S)
-    os.killpg(process.pid, signal.SIGKILL)  # the role leads a session of its own: what it started there goes with it
+def _wait_or_kill(processes: Sequence[Process], deadline: float, at_once: Callable[[], bool]) -> list[int]:
+    """The exit code of each. Those that are left at the deadline are killed all at once: one that hangs keeps no other
+    from its end, and of many the last is waited for no longer than the first."""
+    for process in processes:
+        while process.poll() is None and time.monotonic() < deadline and not at_once():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # of a session of its own: what it started there goes with it
+    last = time.monotonic() + KILLED_S
+    return [_killed(process, last) for process in processes]
+
+
+def _killed(process: Process, deadline: float) -> int:
     try:
-        return process.wait(KILLED_S)
+        return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         log.critical(
             "process %d was killed and has not ended in %g s: it hangs in the kernel, in a call to a device or a file "

@@ -113,7 +113,7 @@ def test_a_stop_is_a_request_and_leaves_nothing(launcher: Any, run: RunDir) -> N
     launcher.start(*ROLE)
     process = psutil.Process(pid_of(launcher))
     wait_until_up(run)
-    assert [(one.name, one.code) for one in launcher.stop(30.0)] == [("trainer-1", EXIT_STOPPED)]
+    assert [(one.name, one.code) for one in launcher.stop(120.0)] == [("trainer-1", EXIT_STOPPED)]
     assert not process.is_running()
     assert not launcher.running
 

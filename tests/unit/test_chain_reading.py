@@ -168,3 +168,27 @@ def test_a_stale_handle_is_opened_again(chains: Path, monkeypatch: pytest.Monkey
     failures[0] = 99
     with pytest.raises(OSError, match=os.strerror(error)):
         reader.poll()
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_seal_is_read_again_where_its_file_could_not_be_closed(
+    chains: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    chain = new_chain(chains, segment_bytes=100)
+    put(chain, 0, size=100)
+    put(chain, 1)
+    if ends:
+        chain.end()
+    close, failures = os.close, [1]
+
+    def failing(fd: int) -> None:
+        close(fd)
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", failing)
+    reader = ChainReader(chains, chain.name)
+    assert (tickets(reader), reader.ended) == ([0, 1], ends)
+    assert failures == [0]

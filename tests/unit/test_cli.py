@@ -97,9 +97,14 @@ def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.Captur
             2,
             "[Errno 1] Operation not permitted; your user may not do that here",
         ),
+        (
+            PermissionError(13, "Permission denied", 7),
+            2,
+            "[Errno 13] Permission denied: 7; your user may not do that here",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-    ids=["user", "run", "stall", "system", "path", "permission", "ctrl-c"],
+    ids=["user", "run", "stall", "system", "path", "permission", "descriptor", "ctrl-c"],
 )
 def test_how_a_run_fails_is_one_line_and_a_code(
     error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -180,6 +180,9 @@ def test_of_several_jobs_each_that_slurm_lets_go_is_cancelled_and_each_other_is_
     with pytest.raises(SubmissionError, match=r"13_1: Access/permission denied; .*15: Unable to contact") as raised:
         cancel(["12", "13_1", "15"])
     assert "job id 12" not in str(raised.value)
+    command(commands, "scancel", "exit 9")
+    with pytest.raises(SubmissionError, match="scancel failed: it ended with 9 and no word; try again"):
+        cancel(["12"])
 
 
 def test_a_job_that_is_held_has_no_priority_and_is_released(commands: Path) -> None:

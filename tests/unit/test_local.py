@@ -60,8 +60,14 @@ def test_A14_pools_are_no_larger_than_the_part_of_the_machine_that_the_job_has(
 class Unkillable(subprocess.Popen[bytes]):
     """A process that is not seen to end, as one in a call to a file system that does not answer."""
 
+    waited_s = 0.0
+
+    def poll(self) -> int | None:
+        return None
+
     def wait(self, timeout: float | None = None) -> int:
         assert timeout is not None, "for ever"
+        type(self).waited_s += timeout
         raise subprocess.TimeoutExpired(self.args, timeout)
 
 
@@ -78,3 +84,19 @@ def test_a_process_that_hangs_in_the_kernel_is_not_waited_for_without_end(
     )
     assert launcher.running == {}
     assert subprocess.Popen.wait(process, 30) in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_one_that_hangs_keeps_no_other_from_being_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on by what is waited."""
+    launcher = LocalLauncher(RunDir(tmp_path), 1, {})
+    hanging = [Unkillable(["sleep", "60"], start_new_session=True) for _ in range(3)]
+    launcher.running |= {("trainer", index): process for index, process in enumerate(hanging)}
+    monkeypatch.setattr(Unkillable, "waited_s", 0.0)
+    monkeypatch.setattr(local.time, "monotonic", lambda: Unkillable.waited_s)
+    killed = list[tuple[int, float]]()
+    monkeypatch.setattr(local.os, "killpg", lambda pid, number: killed.append((pid, Unkillable.waited_s)))
+    assert [one.code for one in launcher.stop(0.0)] == [-signal.SIGKILL] * 3
+    assert killed == [(process.pid, 0.0) for process in hanging]
+    assert Unkillable.waited_s == local.KILLED_S, "for all of them together"
+    for process in hanging:
+        assert subprocess.Popen.wait(process, 30) == -signal.SIGTERM
