@@ -16,9 +16,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from areal_hpc.cluster.local import LOOPBACK
@@ -122,8 +123,8 @@ class StopRequested(Exception):
 def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, parent: int, host: str) -> RoleProcess:
     """Become a role: logging, signals, configuration, records."""
     run = RunDir.open(root)
-    asked, stop_flag = threading.Event(), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked, stop_flag = SimpleQueue[int](), threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, _: asked.put(number))  # reentrant: a storm of signals locks no Event
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup_logging(role, index)
     token = read_key(run.token)
@@ -165,9 +166,9 @@ def _trainer_lives(attempt: AttemptDir, host: str) -> bool:
 
 
 def _stop_when_due(
-    parent: int, asked: threading.Event, stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
+    parent: int, asked: SimpleQueue[int], stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
 ) -> None:
-    """Raise the stop flag when ``asked`` is, or process ``parent`` is ours no more; end here ``grace_s`` later.
+    """Raise the stop flag when ``asked`` has a signal, or ``parent`` is ours no more; end here ``grace_s`` later.
 
     A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
     died before this process could ask the kernel for a signal. While ``goes_first`` says that somebody lives who still
@@ -175,8 +176,14 @@ def _stop_when_due(
     sends them to all processes at once.
     """
 
+    def signalled() -> bool:
+        with suppress(Empty):
+            asked.get(timeout=POLL_S)
+            return True
+        return False
+
     def watch() -> None:
-        while os.getppid() == parent and not asked.wait(POLL_S):
+        while os.getppid() == parent and not signalled():
             pass
         deadline = time.monotonic() + grace_s
         while goes_first() and time.monotonic() < deadline:

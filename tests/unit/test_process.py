@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -36,15 +38,15 @@ def process(tmp_path: Path) -> RoleProcess:
 
 def test_the_flag_goes_up_when_the_launcher_is_not_our_parent_any_more() -> None:
     flag = threading.Event()
-    _stop_when_due(1 << 30, threading.Event(), flag, grace_s=1e6, goes_first=lambda: False)
+    _stop_when_due(1 << 30, SimpleQueue(), flag, grace_s=1e6, goes_first=lambda: False)
     assert flag.wait(timeout=20)
 
 
 def test_the_flag_goes_up_on_request_while_the_launcher_lives() -> None:
-    asked, flag = threading.Event(), threading.Event()
+    asked, flag = SimpleQueue[int](), threading.Event()
     _stop_when_due(os.getppid(), asked, flag, grace_s=1e6, goes_first=lambda: False)
     assert not flag.wait(timeout=0.05)
-    asked.set()
+    asked.put(signal.SIGTERM)
     assert flag.wait(timeout=20)
 
 
@@ -59,7 +61,7 @@ def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, mon
         asked.set()
         return seen[-1][0]
 
-    _stop_when_due(1 << 30, threading.Event(), flag, grace_s=1e6, goes_first=goes_first)
+    _stop_when_due(1 << 30, SimpleQueue(), flag, grace_s=1e6, goes_first=goes_first)
     assert asked.wait(timeout=20)
     trainer.communicate(b"\n")
     assert flag.wait(timeout=20)
@@ -83,8 +85,8 @@ def test_of_a_trainer_on_another_host_its_last_heartbeat_tells(process: RoleProc
 def test_a_role_that_cannot_stop_is_ended_when_its_launcher_is_gone() -> None:
     """As one whose main thread waits in a collective: it looks at no flag."""
     code = (
-        "import threading, time\nfrom areal_hpc.roles.process import _stop_when_due\n"
-        "_stop_when_due(1 << 30, threading.Event(), threading.Event(), 0.1, lambda: False)\ntime.sleep(3600)"
+        "import queue, threading, time\nfrom areal_hpc.roles.process import _stop_when_due\n"
+        "_stop_when_due(1 << 30, queue.SimpleQueue(), threading.Event(), 0.1, lambda: False)\ntime.sleep(3600)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
