@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc import event_loop
 from areal_hpc.algorithms.pass_at_k import measure
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
@@ -53,7 +52,7 @@ def due(version: int, config: EvaluationConfig, total_steps: int, done: set[int]
 
 def main(process: RoleProcess) -> int:
     os.nice(NICENESS)
-    finished = event_loop.run(_watch(process))
+    finished = asyncio.run(_watch(process))
     return EXIT_DONE if finished else EXIT_STOPPED
 
 

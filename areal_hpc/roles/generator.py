@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 
-from areal_hpc import event_loop
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
@@ -33,7 +32,7 @@ LAST_BYTES = 1 << 12
 
 
 def main(process: RoleProcess) -> int:
-    event_loop.run(_serve(process))
+    asyncio.run(_serve(process))
     return EXIT_STOPPED
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc import event_loop
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import make_rollout
 
 
 def main(process: RoleProcess) -> int:
-    event_loop.run(_roll(process))
+    asyncio.run(_roll(process))
     return EXIT_STOPPED
 
 

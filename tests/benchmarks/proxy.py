@@ -37,7 +37,6 @@ from aiohttp import web
 from dialogues import make_dialogue, said
 from machine import describe
 
-from areal_hpc import event_loop
 from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.client import EngineClient
@@ -172,7 +171,7 @@ def _host(pipe: Connection, kind: str, *arguments: Any) -> None:
             pipe.send(url)
             await asyncio.to_thread(pipe.poll, None)
 
-    event_loop.run(hosted())
+    asyncio.run(hosted())
 
 
 @contextmanager
