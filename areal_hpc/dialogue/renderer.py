@@ -1,8 +1,8 @@
 """Messages to token ids and back, by the model's own chat template and tokenizer.
 
 Nothing is ever cut: a prompt that is too long is the caller's to refuse. Texts and ids go straight to the library
-behind a fast tokenizer, at a third of the cost of the way through transformers; what goes through that is shared under
-a lock, since it may not be used by two threads at once ("Already borrowed").
+behind a fast tokenizer, which takes many threads; what goes through transformers is shared under a lock, since that may
+not be used by two threads at once ("Already borrowed").
 """
 
 from __future__ import annotations
