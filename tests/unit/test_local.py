@@ -92,9 +92,9 @@ def test_one_that_hangs_keeps_no_other_from_being_killed(tmp_path: Path, monkeyp
     hanging = [Unkillable(["sleep", "60"], start_new_session=True) for _ in range(3)]
     launcher.running |= {("trainer", index): process for index, process in enumerate(hanging)}
     monkeypatch.setattr(Unkillable, "waited_s", 0.0)
-    monkeypatch.setattr(local.time, "monotonic", lambda: Unkillable.waited_s)
+    monkeypatch.setattr(time, "monotonic", lambda: Unkillable.waited_s)
     killed = list[tuple[int, float]]()
-    monkeypatch.setattr(local.os, "killpg", lambda pid, number: killed.append((pid, Unkillable.waited_s)))
+    monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append((pid, Unkillable.waited_s)))
     assert [one.code for one in launcher.stop(0.0)] == [-signal.SIGKILL] * 3
     assert killed == [(process.pid, 0.0) for process in hanging]
     assert Unkillable.waited_s == local.KILLED_S, "for all of them together"
