@@ -156,12 +156,17 @@ def enter(role: str, index: int, root: Path, epoch: int, incarnation: int, *, pa
 def _trainer_lives(attempt: AttemptDir, host: str) -> bool:
     """Whether trainer-0 still runs: it may be in a weight update, and commits when it stops.
 
-    Of one on another host only its last heartbeat tells; it is taken to live until that says that it has ended.
+    Of one on another host only its last heartbeat tells; it is taken to live until that says that it has ended, also
+    where nothing can be read: whoever asks has a deadline, and must come to it.
     """
-    endpoint = read_if_listed(attempt.endpoint("trainer", 0))
-    if endpoint is None or endpoint["host"] == host:
-        return endpoint is not None and start_ticks(endpoint["pid"]) is not None
-    beat = read_heartbeat(attempt, "trainer-0")
+    try:
+        endpoint = read_if_listed(attempt.endpoint("trainer", 0))
+        if endpoint is None or endpoint["host"] == host:
+            return endpoint is not None and start_ticks(endpoint["pid"]) is not None
+        beat = read_heartbeat(attempt, "trainer-0")
+    except OSError as error:
+        log.warning("whether trainer-0 lives is not known: %s", error)
+        return True
     return beat is None or not beat["ended"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 from areal_hpc.config.load import load
 from areal_hpc.errors import ConfigError, WaitTimeout
+from areal_hpc.exits import EXIT_FAILED
 from areal_hpc.fs import publish_json
 from areal_hpc.roles import __main__ as entry
 from areal_hpc.roles import process as module
@@ -71,6 +74,25 @@ def test_whoever_the_trainer_still_needs_goes_after_it(process: RoleProcess, mon
 
 def test_nobody_waits_for_a_trainer_that_never_came_up(process: RoleProcess) -> None:
     assert not module._trainer_lives(process.attempt, process.host)
+
+
+def test_a_stop_comes_by_its_deadline_where_nobody_can_read_whether_the_trainer_lives(
+    process: RoleProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(path: Path) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    ended: list[int] = []
+    over = threading.Event()
+    monkeypatch.setattr(module, "read_if_listed", away)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    monkeypatch.setattr(module.os, "_exit", lambda code: (ended.append(code), over.set()))
+    flag = threading.Event()
+    lives = partial(module._trainer_lives, process.attempt, process.host)
+    _stop_when_due(1 << 30, SimpleQueue(), flag, grace_s=0.05, goes_first=lives)
+    assert flag.wait(timeout=20)
+    assert over.wait(timeout=20)
+    assert ended == [EXIT_FAILED]
 
 
 def test_of_a_trainer_on_another_host_its_last_heartbeat_tells(process: RoleProcess) -> None:
