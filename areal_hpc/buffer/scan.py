@@ -158,7 +158,8 @@ class ChainReader:
             data, at = window.show(self._offset, header.head_bytes)
             if (meta := parse_meta(header, data, at)) is None:
                 return None
-            if header.type is RecordType.SEAL and not self._batch:  # read again if the file cannot be closed
+            if header.type is RecordType.SEAL:  # read again if the file cannot be closed
+                assert not self._batch, f"{self.name}: a SEAL behind records that are not committed"
                 return self._sealed(meta["next"])
             record = Found(self._segment, self._offset, header, meta)
             self._offset, self._seq = self._offset + header.record_bytes, header.seq + 1

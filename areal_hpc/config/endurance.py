@@ -53,7 +53,8 @@ class LimitsConfig:
     """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
     join_s: float = 86400.0
     """Longest time without any engine where satellites are to bring them; as long no other limit counts. The only limit
-    that counts time in Slurm's queue: the trainer's nodes stand idle meanwhile, and cost as much as at work."""
+    of the run itself that counts time in Slurm's queue: the trainer's nodes stand idle meanwhile, and cost as much as
+    at work."""
     rejoin_s: float = 300.0
     """Longest time that a satellite waits for the run, or its next attempt, before it gives its nodes back. Its Slurm
     job then rests in the queue, held, until the run is there again and lets it go; outside of Slurm it ends."""

@@ -25,8 +25,9 @@ from areal_hpc.waits import FILE_SYSTEM, open_waits
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-LAST_ACTS_S = 10.0
-"""How long ending the processes and saying why may take, each."""
+LAST_ACTS_S = 25.0
+"""How long ending the processes and saying why may take, each: longer than trainers and then the others are waited for
+that hang in the kernel after they were killed."""
 
 
 class Guard(AbstractContextManager["Guard"]):

@@ -146,31 +146,41 @@ def join_run(
     if job:
         note_satellite(run, job)
         resting.forget(run, job)  # it has been let go
+    past = _Past(after)
     try:
-        return _serve(run, job, num_engines, after, environment, wait_s=wait_s)
+        return _serve(run, job, num_engines, past, environment, wait_s=wait_s)
     except (WaitTimeout, RoleDied) as error:
         if not (job and may_rest):
             raise
-        past = newest_epoch(run) if isinstance(error, RoleDied) else after
         log.warning("%s", error)
-        log.warning(
-            "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past + 1
-        )
-        resting.rest(run, job, past)
+        log.warning("job %s gives its nodes back, and rests until attempt %d or later works", job, past.epoch + 1)
+        resting.rest(run, job, past.epoch)
         return EXIT_UNNEEDED
 
 
+@dataclass(slots=True)
+class _Past:
+    """The last attempt that is not to be served any more."""
+
+    epoch: int
+
+
 def _serve(
-    run: RunDir, job: str, num_engines: int | None, after: int, environment: Mapping[str, str], *, wait_s: float | None
+    run: RunDir, job: str, num_engines: int | None, past: _Past, environment: Mapping[str, str], *, wait_s: float | None
 ) -> int:
-    """Serve one attempt after the other."""
+    """Serve one attempt after the other; ``past`` is kept."""
     with Signals(from_scheduler=bool(job)) as signals:
-        while standing := _next_standing(run, after, wait_s, signals):
+        while standing := _next_standing(run, past.epoch, wait_s, signals):
             if standing.attempt is None:
                 log.info("%s: the run has ended: %s", run.root, standing.state)
                 return EXIT_DONE
             visit = _Visit(run=run, attempt=standing.attempt, signals=signals)
-            after = max(after, visit.stay(num_engines, environment, {"job": job, **Owner.this_process().record()}))
+            try:
+                over = visit.stay(num_engines, environment, {"job": job, **Owner.this_process().record()})
+            except RoleDied:
+                past.epoch = standing.attempt.epoch  # there may be something wrong with this node
+                raise
+            past.epoch = max(past.epoch, over)
     log.info("left %s", run.root)
     return EXIT_STOPPED
 

@@ -9,7 +9,8 @@
 
 It is the same job all the time, so nobody comes twice, and a hold that comes after the launcher has looked is seen when
 it looks again. One whose engines died too often rests as well, until the next attempt: there may be something wrong
-with its node, and Slurm may then give it another. With the run's end they leave the queue.
+with its node, and Slurm may then give it another. With the run's end they leave the queue, or by `areal-hpc stop` where
+its launcher could not end in order.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Recall:
                 log.warning("satellites %s rest until Slurm lets them go: %s", ", ".join(jobs), error)
             self._problem = str(error)
             return
+        self._problem = ""
         for job in judgement.forget:
             forget(self._run, job)
 
