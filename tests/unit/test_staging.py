@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 from areal_hpc.buckets import Bucket, plan_buckets
 from areal_hpc.delta import difference
 from areal_hpc.generation import manifest
+from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.sglang import plugin, staging
 from areal_hpc.generation.sglang.staging import Staged
 from areal_hpc.weights.baseline import Baseline
@@ -150,6 +153,28 @@ def test_a_bucket_is_answered_before_it_has_come_and_the_model_is_not_touched_be
     assert world.runner.done == ["begin", "load", "end"]
     assert world.holds(WEIGHTS)
     assert world.end() == THEIRS, "no update is open"
+
+
+def test_a_bucket_comes_to_the_device_that_the_scheduler_has_chosen(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls its device "cuda", which is the first one in every thread that has chosen no other."""
+    world, bucket, told = make(), one(WEIGHTS), list[torch.device]()
+    scheduler = threading.get_ident()
+
+    def empty(_: int, *, device: str) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device(device, 3 if threading.get_ident() == scheduler else 0))
+
+    def receive(_: Arrivals, group: str, specs: Any, device: torch.device | str, *, checked: bool) -> None:
+        told.append(torch.device(device))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(Arrivals, "receive", receive)
+    world.runner.device = "cuda"
+    assert world.begin().success
+    assert world.announce(bucket).success
+    wait(world.staged.coming)
+    assert told == [torch.device("cuda", 3)]
 
 
 def test_changes_alone_are_taken_where_the_weights_are_kept_and_refused_where_they_are_not(make: Make) -> None:
