@@ -192,6 +192,19 @@ def test_changes_alone_are_taken_where_the_weights_are_kept_and_refused_where_th
     assert forgetful.holds(WEIGHTS)
 
 
+def test_what_comes_whole_takes_the_place_of_what_was_kept(make: Make) -> None:
+    """A rank's host memory has room for one model, not for two."""
+    world = make(keeps=True)
+    assert world.update(WEIGHTS).success
+    assert world.begin().success
+    first = one({"a": WEIGHTS["a"]})
+    assert world.announce(first).success
+    world.sent.put(first.buffer)
+    wait(world.staged.coming)
+    arrivals = world.staged.arrivals
+    assert (arrivals.base.keys(), arrivals.new.keys()) == ({"b"}, {"a"})
+
+
 def fails_on_its_way(world: World, bucket: Bucket) -> None:
     world.sent.put(None)
 
