@@ -2,6 +2,10 @@
 
 What a model writes is never run: JSON, and Python's literals by ``ast.literal_eval``. A call whose name can be read is
 given to the client even if its arguments cannot, so that the model is told; what is no call stays text.
+
+Models that go astray repeat half a call until their budget ends. So no pattern looks twice at the same stretch of text:
+names end at the next ``<``, blanks are stripped behind the pattern, and the first part that is not closed ends the look
+for parts that are.
 """
 
 from __future__ import annotations
@@ -104,9 +108,9 @@ TAGGED_JSON = re.compile(  # whose texts may hold the tag that ends it
     re.DOTALL,
 )
 FUNCTION_CALL = re.compile(r"(?:<tool_call>\s*)?(<function=.*?(?:</function>|\Z))(?:\s*</tool_call>)?", re.DOTALL)
-FUNCTION = re.compile(r"<function=\s*([^>\n<]+?)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
-PARAMETER = r"<parameter=\s*([^>\n<]+?)\s*>\n?(.*?)\n?(?:</parameter>%s)"
-PAIR = r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)(?:</arg_value>%s)"
+FUNCTION = re.compile(r"<function=\s*+([^>\n<]++)\s*+>(.*?)(?:</function>|\Z)", re.DOTALL)
+PARAMETER = r"<parameter=\s*+([^>\n<]++)\s*+>\n?(.*?)\n?(?:</parameter>%s)"
+PAIR = r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>(.*?)(?:</arg_value>%s)"
 TOOL_NAME = re.compile(r"[\w.:/-]+\Z")
 
 
@@ -137,7 +141,7 @@ def function_body(body: str, kinds: Kinds) -> ToolCall | None:
     function = FUNCTION.search(body)
     if function is None:
         return None
-    return _keyed(function.group(1), _pairs(PARAMETER, "(?=<parameter=)", function.group(2)), kinds)
+    return _keyed(function.group(1).strip(), _pairs(PARAMETER, "(?=<parameter=)", function.group(2)), kinds)
 
 
 def paired_body(body: str, kinds: Kinds) -> ToolCall | None:
@@ -151,10 +155,22 @@ def paired_body(body: str, kinds: Kinds) -> ToolCall | None:
 
 def _pairs(pattern: str, next_one: str, body: str) -> list[tuple[str, str]]:
     """Names and values; where some are not closed, the next one's beginning closes them."""
-    closed = re.compile(pattern % "", re.DOTALL)
-    if not closed.sub("", body).strip():
-        return closed.findall(body)
-    return re.findall(pattern % rf"|{next_one}|\Z", body, re.DOTALL)
+    found = _closed(re.compile(rf"\s*+(?:{pattern % ''}|\Z)", re.DOTALL), body)
+    if found is None:
+        found = re.findall(pattern % rf"|{next_one}|\Z", body, re.DOTALL)
+    return [(name.strip(), value) for name, value in found]
+
+
+def _closed(one: re.Pattern[str], body: str) -> list[tuple[str, str]] | None:
+    """Names and values of a body that consists of them; None if there is anything else."""
+    found, at = [], 0
+    while at < len(body):
+        if (match := one.match(body, at)) is None:
+            return None
+        if match.group(1) is not None:
+            found.append((match.group(1), match.group(2)))
+        at = match.end()
+    return found
 
 
 def _keyed(name: str, pairs: Sequence[tuple[str, str]], kinds: Kinds) -> ToolCall:
@@ -214,28 +230,31 @@ def _python_call(call: ast.Call) -> ToolCall:
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001  the model's own bars
 DEEPSEEK_CALL_BEGIN, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
-DEEPSEEK_CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)  # noqa: RUF001
-FENCED = re.compile(r"\s*(\S+)\s*```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+DEEPSEEK_CALL = re.compile(r"<｜tool▁call▁begin｜>([^<]*+)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)  # noqa: RUF001
+FENCED = re.compile(r"\s*+(\S+)\s*+```(?:json)?(.*?)(?:```|\Z)", re.DOTALL)
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL = re.compile(
-    r"<\|tool_call_begin\|>\s*((?:functions\.)?([^\s:]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
-    r"\s*(.*?)\s*(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
+    r"<\|tool_call_begin\|>([^<]*+)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.DOTALL
 )
+KIMI_ID = re.compile(r"(?:functions\.)?([^\s:]+)(?::\d+)?")
 
 
 def deepseek(text: str, kinds: Kinds) -> Found:
     calls = []
     for left, right in DEEPSEEK_CALL.findall(text):
         if fenced := FENCED.match(right) if left.strip() == "function" else None:
-            calls.append(ToolCall(name=fenced.group(1), arguments=fenced.group(2)))
+            calls.append(ToolCall(name=fenced.group(1), arguments=fenced.group(2).strip()))
         else:
             calls.append(ToolCall(name=left.strip(), arguments=right.strip()))
     return calls, _behind(text, DEEPSEEK_END) if calls else text
 
 
 def kimi(text: str, kinds: Kinds) -> Found:
-    calls = [ToolCall(id=i, name=name, arguments=arguments) for i, name, arguments in KIMI_CALL.findall(text)]
+    calls = [
+        ToolCall(id=given[0], name=given[1], arguments=arguments.strip())
+        for id_, arguments in KIMI_CALL.findall(text)
+        if (given := KIMI_ID.fullmatch(id_.strip()))
+    ]
     return calls, _behind(text, KIMI_END) if calls else text
 
 

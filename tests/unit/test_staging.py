@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 from areal_hpc.buckets import Bucket, plan_buckets
 from areal_hpc.delta import difference
 from areal_hpc.generation import manifest
+from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.sglang import plugin, staging
 from areal_hpc.generation.sglang.staging import Staged
 from areal_hpc.weights.baseline import Baseline
@@ -152,6 +155,28 @@ def test_a_bucket_is_answered_before_it_has_come_and_the_model_is_not_touched_be
     assert world.end() == THEIRS, "no update is open"
 
 
+def test_a_bucket_comes_to_the_device_that_the_scheduler_has_chosen(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls its device "cuda", which is the first one in every thread that has chosen no other."""
+    world, bucket, told = make(), one(WEIGHTS), list[torch.device]()
+    scheduler = threading.get_ident()
+
+    def empty(_: int, *, device: str) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device(device, 3 if threading.get_ident() == scheduler else 0))
+
+    def receive(_: Arrivals, group: str, specs: Any, device: torch.device | str, *, checked: bool) -> None:
+        told.append(torch.device(device))
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(Arrivals, "receive", receive)
+    world.runner.device = "cuda"
+    assert world.begin().success
+    assert world.announce(bucket).success
+    wait(world.staged.coming)
+    assert told == [torch.device("cuda", 3)]
+
+
 def test_changes_alone_are_taken_where_the_weights_are_kept_and_refused_where_they_are_not(make: Make) -> None:
     after = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     after["a"][3] = -1.0
@@ -165,6 +190,19 @@ def test_changes_alone_are_taken_where_the_weights_are_kept_and_refused_where_th
     told = forgetful.update(changes)
     assert (told.success, "of which nothing is held; send it whole" in told.message) == (False, True)
     assert forgetful.holds(WEIGHTS)
+
+
+def test_what_comes_whole_takes_the_place_of_what_was_kept(make: Make) -> None:
+    """A rank's host memory has room for one model, not for two."""
+    world = make(keeps=True)
+    assert world.update(WEIGHTS).success
+    assert world.begin().success
+    first = one({"a": WEIGHTS["a"]})
+    assert world.announce(first).success
+    world.sent.put(first.buffer)
+    wait(world.staged.coming)
+    arrivals = world.staged.arrivals
+    assert (arrivals.base.keys(), arrivals.new.keys()) == ({"b"}, {"a"})
 
 
 def fails_on_its_way(world: World, bucket: Bucket) -> None:

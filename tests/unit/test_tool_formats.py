@@ -183,6 +183,36 @@ def test_a_forced_call_begins_as_the_family_writes_it_and_is_read_with_what_foll
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
 
 
+@pytest.mark.parametrize(
+    ("family", "begun", "again", "read_as"),
+    [
+        ("glm", "<tool_call>weather\n", "<arg_key>city</arg_key><arg_value>", [("weather", {"city": ""})]),
+        ("glm", "<tool_call>weather\n", "<arg_key>", [("weather", {})]),
+        ("glm", "<tool_call>weather\n<arg_key>", " ", [("weather", {})]),
+        ("qwen_coder", "<function=weather>\n", "<parameter=city>\n", [("weather", {"city": ""})]),
+        ("qwen_coder", "", "<tool_call>\n<function=weather>\n<parameter=city>\n", None),
+        ("qwen_coder", "<function=weather", " ", []),
+        ("hermes", "", "<tool_call>", []),
+        ("hermes", "", '<tool_call>{"city": "', []),
+        ("deepseek", deep("tool calls begin"), deep("tool call begin"), []),
+        ("deepseek_v3", deep("tool calls begin") + deep("tool call begin") + "a" + deep("tool sep"), "b\n", None),
+        ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", []),
+        ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.weather:0 ", []),
+        ("llama3", "", '{"name": "', None),
+    ],
+)
+def test_half_a_call_said_over_and_over_is_read_in_one_go(
+    family: str, begun: str, again: str, read_as: list[tuple[str, Any]] | None
+) -> None:
+    """Where each piece is held against all that follows, an answer as long as this takes minutes, or hours."""
+    said = begun + again * (200_000 // len(again))
+    parts = read(family, said)
+    if read_as is not None:
+        assert [(call.name, json.loads(call.arguments)) for call in parts.calls] == read_as
+    if not parts.calls:
+        assert parts.content == said
+
+
 def test_H8_reasoning_is_apart_from_content_both_ways_round() -> None:
     plain, inside = Reading(), Reading(thinking=True)
     assert plain.read("<think>\nhm\n</think>\n\nYes", final=True) == Parts(reasoning="hm", content="Yes")

@@ -65,6 +65,7 @@ class Arrivals:
         """
         for name, weight in weights:
             if not isinstance(weight, Delta):
+                self.base.pop(name, None)  # or there would be room for two models in the course of a whole update
                 yield name, weight.cpu()
                 continue
             if name not in self.base:

@@ -132,7 +132,9 @@ class Staged:
         if not (failed := self._failure()):
             self.arrivals.groups = runner._model_update_group
             specs = manifest.read(request.load_format, request.names, request.dtypes, request.shapes)
-            job = partial(self.arrivals.receive, request.group_name, specs, runner.device, checked=True)
+            # To SGLang it is "cuda", whichever this thread has chosen; the thread that receives has chosen none.
+            device = torch.empty(0, device=runner.device).device
+            job = partial(self.arrivals.receive, request.group_name, specs, device, checked=True)
             self.coming.append(self.arrivals.pool.submit(job))
         return _told(Output, failed)
 
