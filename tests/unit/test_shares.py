@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -282,6 +283,22 @@ def test_an_engine_does_not_come_up_where_a_part_cannot_and_says_which(world: Wo
         with pytest.raises(GenerationError, match="the engine of generator-0 did not come up: the server of part-0"):
             async with serve_engine(world.process("generator")):
                 raise AssertionError("it is up")
+
+    play(scenario)
+
+
+def test_who_cannot_see_whether_a_launch_is_over_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_over(_: Launch) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    async def scenario() -> None:
+        async with world.part() as part, serve_engine(world.process("generator")) as engine:
+            assert engine.alive()
+            monkeypatch.setattr(Launch, "why_over", why_over)
+            with pytest.raises(OSError, match="Stale file handle"):
+                await has_ended(engine)
+            with pytest.raises(OSError, match="Stale file handle"):
+                await part
 
     play(scenario)
 

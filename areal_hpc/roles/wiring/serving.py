@@ -27,6 +27,7 @@ class ServedEngine:
 
     url: str
     alive: Callable[[], bool]
+    """Raises OSError where it cannot be seen whether the nodes of an engine that has several hold together."""
     load: Callable[[], Awaitable[Mapping[str, Any]]]
     """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
 
@@ -107,4 +108,8 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         server, load = await unless_stopped(process, over, stack.enter_async_context(started_server(process, launch)))
         if launch is not None:
             stack.callback(launch.end, ended(process))  # before the server, whose end would look like a share's death
-        yield ServedEngine(url=server.url, alive=lambda: server.alive() and not over.done(), load=Meter(load).load)
+
+        def alive() -> bool:
+            return server.alive() and not (over.done() and over.result())
+
+        yield ServedEngine(url=server.url, alive=alive, load=Meter(load).load)

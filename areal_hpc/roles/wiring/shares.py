@@ -91,6 +91,7 @@ async def hold_shares(process: RoleProcess) -> None:
 
     Raises:
         StopRequested: it was told while a share came up.
+        OSError: it cannot see whether a launch is over.
     """
     stop = asyncio.create_task(process.watch_stop())
     engine, _ = engine_of_part(process.config, process.index)
@@ -119,6 +120,8 @@ async def _hold(process: RoleProcess, launch: Launch, stop: asyncio.Task[None]) 
             server, _ = await unless_stopped(process, over, coming)
             while server.alive() and not over.done() and not stop.done():
                 await asyncio.wait([over, stop], timeout=LOOK_S)
+            if over.done():
+                over.result()
             if not server.alive():
                 why = f"the server of {process.name} on {process.host} has ended; see its log"
     except GenerationError as error:
