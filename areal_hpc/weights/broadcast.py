@@ -5,8 +5,8 @@
     membership changed? every member joins a group of a fresh name w-<epoch>-<k> at a fresh port
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     pause all, if that was not needed before
-    all received, all checksums right    ---- the version barrier
-    resume all under the new version     ---- sampling goes on
+    all sent, and nobody objects         ---- the version barrier
+    resume all under the new version     ---- sampling goes on, but for who finds only now that a checksum is wrong
 
 When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; who is paused
 stays so. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes

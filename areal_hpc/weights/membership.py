@@ -6,7 +6,8 @@
 
 A failed update is not resumed: the members that are left stay paused, with weights that may be half new, or go on with
 the old ones where new ones come beside them, until a publish goes through. Nobody samples with new weights before every
-member has taken them whole.
+member has answered for all that was sent. One that receives them beside sampling may find only when it is resumed that
+some are not what was sent: it is lost then and serves none of them, while the others go on.
 """
 
 from __future__ import annotations
