@@ -22,6 +22,11 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
             f"generation.pipeline_parallel: the ranks of {generation.pipeline_parallel} stages cannot enter one weight "
             "group of SGLang; set weights.transport=disk, or generation.pipeline_parallel to 1"
         )
+    elif generation.pipeline_parallel > 1 and config.weights.delta:
+        yield (
+            "weights.delta: the stages of an engine do not agree on whether all have taken a change; set it to false, "
+            "or generation.pipeline_parallel to 1"
+        )
 
 
 def check_server_args(config: Config) -> Iterator[str]:

@@ -355,7 +355,7 @@ class Router:
     async def _probe(self, member: _Member) -> None:
         try:
             version = await member.engine.probe()
-        except GenerationError as error:
+        except (GenerationError, OSError) as error:  # also of the file that says where it is now
             self._put_out(member, str(error))
             return
         if version < self._expected:

@@ -53,7 +53,8 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def desk(strict: SlurmCluster, request: pytest.FixtureRequest) -> Path:
-    path = strict.dir / "home" / re.sub(r"\W", "_", request.node.name)
+    again = getattr(request.node, "execution_count", 1)
+    path = strict.dir / "home" / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)}{again if again > 1 else ''}"
     path.mkdir(parents=True)
     return path
 

@@ -188,6 +188,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"generation__backend": EngineName.SGLANG, "generation__pipeline_parallel": 2},
         "generation.pipeline_parallel: the ranks of 2 stages cannot enter one weight group of SGLang; set weights.",
     ),
+    "check_engine_ranks, changes": (
+        {
+            "generation__backend": EngineName.SGLANG,
+            "generation__pipeline_parallel": 2,
+            "weights__transport": TransportName.DISK,
+            "weights__delta": True,
+        },
+        "weights.delta: the stages of an engine do not agree on whether all have taken a change; set it to false",
+    ),
     "check_server_args": ({"generation__server_args": {"a": 1}}, "generation.server_args: the embedded engine"),
     "check_routing": (
         {"model__routing_replay": True, "trainer__backend": TrainerBackendName.MEGATRON},

@@ -26,6 +26,7 @@ class Stub:
     version: int = 0
     trouble: Exception | None = None
     sick: bool = False
+    unread: OSError | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: asyncio.Event = field(default_factory=asyncio.Event)  # what runs ends in its trouble
     probed: int = 0
@@ -51,6 +52,8 @@ class Stub:
 
     async def probe(self) -> int:
         self.probed += 1
+        if self.unread is not None:
+            raise self.unread
         if self.sick:
             raise GenerationError(f"{self.name} is not healthy")
         return self.version
@@ -560,6 +563,19 @@ def test_nobody_asks_one_that_has_left_whether_it_lives_until_its_seat_is_taken_
         await until(lambda: router.outstanding().keys() == {"engine-0", "engine-1"} and not router.out())
 
     fluctuate(scenario, num=2)
+
+
+def test_a_disk_that_does_not_say_where_an_engine_is_now_is_asked_again() -> None:
+    async def scenario(router: Router, stubs: list[Stub]) -> None:
+        stubs[0].trouble, stubs[0].unread = EngineLost("it died"), OSError("no such device")
+        for stub in stubs:
+            stub.gate.set()
+        await asyncio.gather(*(router.generate(request(name)) for name in "ab"), return_exceptions=True)
+        await until(lambda: "no such device" in str(router.out()))
+        stubs[0].trouble = stubs[0].unread = None
+        await until(lambda: not router.out())
+
+    drive(scenario)
 
 
 def test_of_engines_that_have_left_nothing_is_kept_once_they_have_nothing_to_do() -> None:

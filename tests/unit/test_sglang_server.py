@@ -92,6 +92,7 @@ def test_new_weights_are_put_beside_the_old_on_cpus_and_where_a_copy_is_kept_any
 ) -> None:
     spec = replace(SPEC, accelerator=accelerator, keeps_weights=keeps, update_timeout_s=7.0)
     assert staging_environment(spec) == told
+    assert staging_environment(replace(spec, pipeline_parallel=2)) == {}, "stages have no vote together"
 
 
 def test_the_key_is_in_no_text_of_the_spec() -> None:

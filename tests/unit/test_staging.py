@@ -328,6 +328,20 @@ def test_changes_alone_are_read_from_a_directory_too_and_a_checkpoint_is_sglangs
     assert world.staged.read(theirs, world.updater, checkpoint) == THEIRS
 
 
+def test_a_file_that_is_cut_short_is_taken_by_no_rank(make: Make, tmp_path: Path) -> None:
+    world = make(keeps=True)
+    targets: Any = [Target(world)]
+    transport = DiskTransport(tmp_path / "weights", targets, epoch=1, timeout_s=20)
+    asyncio.run(transport.publish(1, iter(WEIGHTS.items())))
+    (directory,) = [path for path in (tmp_path / "weights").iterdir() if path.is_dir()]
+    for file in directory.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8])
+    world.votes.clear()
+    told = world.staged.read(theirs, world.updater, SimpleNamespace(model_path=str(directory), weight_version="2"))
+    assert not told.success and "cannot be taken" in told.message
+    assert world.votes == [False]
+
+
 def test_without_a_word_in_the_environment_nothing_of_this_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(staging, "register", lambda **options: told.append(options))

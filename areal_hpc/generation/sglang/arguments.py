@@ -69,7 +69,8 @@ def server_environment(
 
 
 def staging_environment(spec: ServerSpec) -> dict[str, str]:
-    """What has new weights received beside sampling: on CPUs, and wherever a copy of the weights is kept anyway."""
-    if not (spec.accelerator is CPU or spec.keeps_weights):
+    """What has new weights received beside sampling: on CPUs, and wherever a copy of the weights is kept anyway. Not in
+    stages of a pipeline, whose ranks have no vote together."""
+    if spec.pipeline_parallel > 1 or not (spec.accelerator is CPU or spec.keeps_weights):
         return {}
     return {STAGING: str(spec.update_timeout_s), **({KEEPS: "1"} if spec.keeps_weights else {})}

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation import manifest
@@ -157,7 +158,7 @@ class Staged:
         if not self._open():
             try:
                 self.arrivals.new.update(self.arrivals.taken(read_update(directory)))
-            except (WeightUpdateError, OSError) as error:
+            except (WeightUpdateError, SafetensorError, OSError) as error:
                 self.failed = f"{directory} cannot be taken: {error}"
         if not (failed := self._put_into_place(updater)):
             updater.flush_cache_after_weight_update(request)
