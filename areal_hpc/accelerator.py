@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_hpc.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +76,29 @@ def detect() -> Accelerator:
 def detect_bound(environment: Mapping[str, str] = os.environ) -> Accelerator:
     """``detect`` for a process that is to compute: where it was given devices, the CPU is no substitute for them.
 
+    A torch that is built for the CPU alone computes on it, and says so.
+
     Raises:
         ConfigError: it was given devices and torch finds none: the node has lost them, or its driver.
     """
     found = detect()
     given = [name for row in (CUDA, NPU) if environment.get(name := row.visible_devices, "") not in NO_DEVICES]
     if found is CPU and given:
+        if not _is_built_for_devices():
+            log.warning("computing on the CPU, for which alone torch is built here, beside %s", " and ".join(given))
+            return found
         raise ConfigError(
             f"{socket.gethostname()} was to compute on {' or '.join(f'{name}={environment[name]}' for name in given)}, "
             "and torch finds no device there; leave that node out (cluster.all.exclude), or hide its devices to "
             f"compute on the CPU: {' '.join(f'{name}=' for name in given)}"
         )
     return found
+
+
+def _is_built_for_devices() -> bool:
+    import torch
+
+    return torch.backends.cuda.is_built() or importlib.util.find_spec("torch_npu") is not None
 
 
 def take_device(local_rank: int) -> str:

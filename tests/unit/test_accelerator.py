@@ -46,9 +46,13 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fault_17_who_was_given_devices_and_finds_none_does_not_compute_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CPU)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "2,3"}) is accelerator.CPU
+    assert "computing on the CPU, for which alone torch is built here, beside CUDA_VISIBLE_DEVICES" in caplog.text
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     for none in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"PATH": "0"}):
         assert accelerator.detect_bound(none) is accelerator.CPU
     said = r"was to compute on CUDA_VISIBLE_DEVICES=2,3, and torch finds no device there; leave that node out"
