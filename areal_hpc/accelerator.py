@@ -98,7 +98,7 @@ def detect_bound(environment: Mapping[str, str] = os.environ) -> Accelerator:
 def _is_built_for_devices() -> bool:
     import torch
 
-    return torch.backends.cuda.is_built() or importlib.util.find_spec("torch_npu") is not None
+    return bool(torch.version.cuda or torch.version.hip) or importlib.util.find_spec("torch_npu") is not None
 
 
 def take_device(local_rank: int) -> str:

@@ -49,10 +49,10 @@ def test_fault_17_who_was_given_devices_and_finds_none_does_not_compute_on_the_c
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CPU)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "2,3"}) is accelerator.CPU
     assert "computing on the CPU, for which alone torch is built here, beside CUDA_VISIBLE_DEVICES" in caplog.text
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     for none in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"PATH": "0"}):
         assert accelerator.detect_bound(none) is accelerator.CPU
     said = r"was to compute on CUDA_VISIBLE_DEVICES=2,3, and torch finds no device there; leave that node out"

@@ -82,7 +82,7 @@ def test_on_one_node_the_default_is_refused_with_what_works_and_that_works(one_n
     shared = config_of("cluster.shape=split", "cluster.share_nodes=true", "cluster.all.gpus_per_node='2'")
     require_startable(shared)
     (component,) = components_of(shared)
-    assert component.roles == ("trainer", "evaluator", "generator", "rollout")
+    assert component.roles == ("trainer", "evaluator", "generator", "part", "rollout")
     placed = seats(shared, divide(shared, [("n1",)]), roles_of(shared))
     assert [placed[name, 0].devices for name in ("trainer", "generator", "rollout")] == [(0,), (1,), ()]
     text = render(job_of(shared, log="%j.log"), "true")
