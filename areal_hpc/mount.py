@@ -1,6 +1,7 @@
 """What the file system below a run offers, tried out before the first process starts.
 
     mount = examine(run_root / name, min_free_mb)     refuses, in a sentence, what cannot carry a run; leaves nothing
+    is_served(directory)                              whether looking into its files costs a server that many share
     low_space(directory, min_free_mb)                 a sentence while there is too little room to begin new work
 
 Object stores behind a file interface, FAT or an over-full quota show here in milliseconds instead of after a month.
@@ -26,6 +27,8 @@ from areal_hpc.fs import fsync_directory
 MIB = 1 << 20
 MIN_FREE_INODES = 1000
 MOUNTS = Path("/proc/self/mountinfo")
+SERVED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "panfs", "pvfs2", "wekafs", "afs", "9p")
+"""Kinds whose every open is a request to a server that others ask, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ def examine(path: Path, min_free_mb: float) -> Mount:
         RunDirError: it cannot be written, lacks something that cannot be done without, or is nearly full.
     """
     directory = next(place for place in (path, *path.parents) if place.is_dir())
-    kind = _kind(directory)
+    kind = kind_of(directory)
     advice = "set run_root to a directory on a local disk or a file system such as NFS, Lustre or GPFS"
     try:
         with tempfile.TemporaryDirectory(prefix=".areal-hpc-mount-", dir=directory) as trial:
@@ -85,7 +88,7 @@ def _free(directory: Path) -> tuple[int, int | None]:
     return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
 
 
-def _kind(directory: Path) -> str:
+def kind_of(directory: Path) -> str:
     """The type of the file system that ``directory`` is on; the last line wins where mounts cover each other."""
     if not MOUNTS.exists():
         return ""
@@ -98,6 +101,11 @@ def _kind(directory: Path) -> str:
         if inside and len(point) >= len(where):
             where, kind = point, rest.split(" - ", 1)[1].split(" ", 1)[0]
     return kind
+
+
+def is_served(directory: Path) -> bool:
+    """Whether a metadata server stands behind ``directory``, as far as the kernel says."""
+    return kind_of(directory) in SERVED
 
 
 def _room(trial: Path, name: str) -> Path:

@@ -11,13 +11,15 @@ from collections.abc import Callable
 
 SHORTEST_S = 0.02
 """Also for who commits each group at once: the file is looked at between two of them, too."""
+SERVED_RARER = 2.5
+"""With 0.2 s between two commits, what is sealed is seen within a second all the same."""
 LONGEST_S = 1.0
 OF_SILENCE = 0.25
 
 
-def poll_pause_s(commit_s: float) -> float:
-    """How often what is written each ``commit_s`` is worth a look."""
-    return max(commit_s, SHORTEST_S)
+def poll_pause_s(commit_s: float, served: bool = False) -> float:
+    """How often what is written each ``commit_s`` is worth a look; rarer where a server is asked (``is_served``)."""
+    return max(commit_s, SHORTEST_S) * (SERVED_RARER if served else 1.0)
 
 
 class Pace:

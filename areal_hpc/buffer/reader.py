@@ -27,7 +27,7 @@ from areal_hpc.buffer.records import RecordType, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import make_private_directory, names_in
-from areal_hpc.mount import low_space
+from areal_hpc.mount import is_served, low_space
 from areal_hpc.patience import PASSING
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
@@ -73,7 +73,7 @@ class RingReader:
     ) -> None:
         assert (state is None) == (parent is None), "a checkpoint has both a state and a version"
         self._run, self._epoch, self._num_slots = run, epoch, num_slots
-        self._poll_s = poll_pause_s(config.commit_s) if poll_s is None else poll_s
+        self._poll_s = poll_pause_s(config.commit_s, is_served(run.root)) if poll_s is None else poll_s
         self._discovery = Pace(discover_s, LONGEST_DISCOVERY_S)
         self._parent, self._min_free_mb = parent, config.min_free_mb
         self._registry = make_private_directory(run.ring / "reg")

@@ -23,7 +23,7 @@ from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
 from areal_hpc.fs import make_private_directory, publish_json, read_if_listed
-from areal_hpc.mount import low_space
+from areal_hpc.mount import is_served, low_space
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
@@ -37,7 +37,7 @@ class RingWriter:
     Args:
         capacity: tickets that all writers together may have outstanding, (max_staleness + 1) * groups a step.
         order: the fixed order of deterministic training, which then decides what may begin instead of a share.
-        poll_s: how often CONTROL.json is read at most; None for ``config.commit_s``.
+        poll_s: how often CONTROL.json is read at most; None follows from ``config.commit_s``.
         fence_s: how often the epochs are listed at most, and free space looked at; CONTROL.json tells of a new epoch
             when that publishes.
         patience_s: how long writes may fail (disk full, server away) before a call raises.
@@ -66,7 +66,7 @@ class RingWriter:
         if self._share < 1:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
         self._control: Control | None = None
-        self._reading = Pace(poll_pause_s(config.commit_s) if poll_s is None else poll_s)
+        self._reading = Pace(poll_pause_s(config.commit_s, is_served(run.root)) if poll_s is None else poll_s)
         self._next_fence_s = 0.0  # on the monotonic clock
         self._min_free_mb, self._low_space = config.min_free_mb, False
         self._reserved = self._dropped = self._serial = 0

@@ -16,7 +16,7 @@ from faults.volume import Call, Intercept, Volume, failure
 
 from areal_hpc import mount
 from areal_hpc.errors import RunDirError
-from areal_hpc.mount import MIB, examine, low_space
+from areal_hpc.mount import MIB, examine, is_served, low_space
 
 ROOT = Path("/volume")
 
@@ -58,6 +58,7 @@ def test_the_kind_is_that_of_the_longest_mount_point_above(tmp_path: Path, monke
     monkeypatch.setattr(mount, "MOUNTS", tmp_path / "mountinfo")
     assert examine(place, 0).kind == "nfs4"
     assert examine(tmp_path, 0).kind == "ext4"
+    assert (is_served(place), is_served(tmp_path)) == (True, False)
 
 
 def test_hard_links_can_be_done_without(volume: Volume) -> None:
