@@ -174,7 +174,7 @@ class BufferConfig:
     """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
     commit_s: float = 0.2
     """Longest time a finished group waits in memory before it is made durable, in seconds; trainer and workers look
-    for each other's news as often at most, and 2.5 times as rarely where a server is asked, as on NFS or Lustre."""
+    for each other's news as often at most, and 4 times as rarely where a server is asked, as on NFS or Lustre."""
     min_free_mb: float = 256.0
     """Free space below which no new prompt is begun, in MiB: room for a checkpoint and what is in flight; 0 is off."""
 
