@@ -104,19 +104,17 @@ def test_the_weights_have_moved_and_are_still_numbers(finished: tuple[Launched, 
     assert all(not np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_answers_go_on_under_new_weights_and_say_so(finished: tuple[Launched, list[str]]) -> None:
-    """Versions may rise inside an answer, never fall, and never pass what was published when the group was sealed."""
+def test_answers_say_under_which_weights_they_went_on(finished: tuple[Launched, list[str]]) -> None:
+    """Versions may rise inside an answer, never fall, and never pass what was published. Whether one is under way when
+    new weights come is chance here; ``test_real_engines`` sees to it."""
     groups = groups_in(finished[0].run)
-    spans = []
     for ticket, group in groups:
         for trajectory in group.trajectories:
             versions = trajectory.versions[trajectory.loss_mask]
             assert (np.diff(versions) >= 0).all()
             assert ticket <= versions[0] and versions[-1] <= STEPS
             assert (trajectory.versions[~trajectory.loss_mask] == -1).all()
-            spans.append(int(versions[-1] - versions[0]))
     assert len(groups) >= STEPS * GROUPS
-    assert any(spans), "no answer saw two versions"
 
 
 def test_no_trained_token_is_older_than_the_bound(finished: tuple[Launched, list[str]]) -> None:
