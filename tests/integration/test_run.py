@@ -106,7 +106,7 @@ def test_the_weights_have_moved_and_are_still_numbers(finished: tuple[Launched, 
 
 def test_answers_say_under_which_weights_they_went_on(finished: tuple[Launched, list[str]]) -> None:
     """Versions may rise inside an answer, never fall, and never pass what was published. Whether one is under way when
-    new weights come is chance here; ``test_real_engines`` sees to it."""
+    new weights come is chance here; ``test_embedded_interruptions`` sees to it."""
     groups = groups_in(finished[0].run)
     for ticket, group in groups:
         for trajectory in group.trajectories:
