@@ -90,8 +90,8 @@ def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, 
     assert_proven_in_two_attempts(run, text)
 
 
-def assert_proven_in_two_attempts(run: RunDir, text: str) -> None:
+def assert_proven_in_two_attempts(run: RunDir, text: str, steps: int = STEPS) -> None:
     proof = prove_run(run)
     assert proof.proven, proof.facts()
     assert len(run.all_attempts()) == 2
-    assert read_json(run.summary)["last_step"] == STEPS, text
+    assert read_json(run.summary)["last_step"] == steps, text

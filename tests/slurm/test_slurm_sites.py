@@ -115,10 +115,13 @@ def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time
 ) -> None:
     profile = REPOSITORY / "configs/site/no_het_no_requeue.yaml"
     site = ["cluster.all.account=science", "cluster.all.partition=science", "cluster.all.gpus_per_node=''"]
+    steps = 3 * STEPS  # Slurm looks at time limits each 30 s
     # Nobody minds SIGURG.
     unwarned = ["cluster.all.raw=['--signal=B:URG@1']", "cluster.all.gpus=1", "cluster.all.exclusive=yes"]
     config, *words = arguments(desk, strict.dir / "model")
-    job, run, log = submit(strict, desk, config, str(profile), *words, *LONG, *site, *unwarned)
+    job, run, log = submit(
+        strict, desk, config, str(profile), *words, *LONG, f"trainer.total_steps={steps}", *site, *unwarned
+    )
     wait_for_step(run, 6)
     strict.call("scontrol", "update", f"jobid={job}", "EndTime=now")
     assert strict.wait_for_state(job, "TIMEOUT") == "TIMEOUT"
@@ -127,11 +130,11 @@ def test_A40_without_requeueing_or_a_warning_the_next_job_goes_on_where_the_time
     assert first == job
     assert f"job {second} goes on when this one has ended" in log.read_text(encoding="utf-8")
     assert strict.wait_for_state(second, *OVER, limit_s=LONGEST_S) == "COMPLETED"
-    assert_proven_in_two_attempts(run, (run.slurm / f"{second}.log").read_text(encoding="utf-8"))
+    assert_proven_in_two_attempts(run, (run.slurm / f"{second}.log").read_text(encoding="utf-8"), steps)
     resumed = run.attempt(2).log("trainer", 0).read_text(encoding="utf-8")
     step = re.search(r"resumed from .*/checkpoints/step-(\d+)", resumed)
     assert step is not None
-    assert 4 <= int(step[1]) < STEPS
+    assert 4 <= int(step[1]) < steps
     report = areal(strict, desk, "report", run.root).stdout
     assert re.search(rf"attempt 1 +job {first}, ", report), report
     assert re.search(rf"attempt 2 +job {second}, .*, finished\n", report), report
