@@ -153,8 +153,9 @@ def join_run(
         if not (job and may_rest):
             raise
         log.warning("%s", error)
-        next_ = past.epoch + 1
-        log.warning("job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, next_)
+        log.warning(
+            "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past.epoch + 1
+        )
         resting.rest(run, job, past.epoch)
         return EXIT_UNNEEDED
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster, unusable
+from slurm_runs import directory_of
 from tiny_models import make_model
 
 HERE = Path(__file__).parent
@@ -40,8 +41,4 @@ def model(slurm: SlurmCluster) -> Path:
 
 @pytest.fixture
 def home(slurm: SlurmCluster, request: pytest.FixtureRequest) -> Path:
-    """A directory of the test's own that all nodes see; a new one where the test runs again."""
-    again = getattr(request.node, "execution_count", 1)
-    path = slurm.dir / "home" / f"{request.node.name}{again if again > 1 else ''}"
-    path.mkdir(parents=True)
-    return path
+    return directory_of(slurm, request, request.node.name)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
 from cluster import LIMIT_S, SlurmCluster, wait_for
 from launched import environment
 
@@ -88,6 +89,14 @@ def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, 
     text = log.read_text(encoding="utf-8")
     assert state == "COMPLETED", text
     assert_proven_in_two_attempts(run, text)
+
+
+def directory_of(cluster: SlurmCluster, request: pytest.FixtureRequest, name: str) -> Path:
+    """A directory of the test's own that all nodes see; a new one where the test runs again."""
+    again = getattr(request.node, "execution_count", 1)
+    path = cluster.dir / "home" / f"{name}{again if again > 1 else ''}"
+    path.mkdir(parents=True)
+    return path
 
 
 def assert_proven_in_two_attempts(run: RunDir, text: str, steps: int = STEPS) -> None:

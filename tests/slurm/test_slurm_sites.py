@@ -21,6 +21,7 @@ from slurm_runs import (
     STEPS,
     areal,
     assert_proven_in_two_attempts,
+    directory_of,
     submit,
     typed,
     wait_for_step,
@@ -53,10 +54,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def desk(strict: SlurmCluster, request: pytest.FixtureRequest) -> Path:
-    again = getattr(request.node, "execution_count", 1)
-    path = strict.dir / "home" / f"{re.sub(r'[^a-zA-Z0-9_]', '_', request.node.name)}{again if again > 1 else ''}"
-    path.mkdir(parents=True)
-    return path
+    return directory_of(strict, request, re.sub(r"\W", "_", request.node.name))
 
 
 def test_A1_a_centre_that_refuses_is_understood_before_and_after_one_submits(strict: SlurmCluster, desk: Path) -> None:
