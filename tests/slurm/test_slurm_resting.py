@@ -19,6 +19,7 @@ from areal_hpc.roles.job import satellite_jobs
 from areal_hpc.roles.resting import resting
 from areal_hpc.run_dir import RunDir
 
+HELD = "PD:0"
 LAUNCHER = """\
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_who_rests_is_held_let_go_once_and_over_with_the_run(
     words += [
         "cluster.shape=satellites",
         f"cluster.requeue={requeue}",
-        f"cluster.job_name=resting-{requeue}",
+        f"cluster.job_name={home.name}",  # of this try alone, should the test be run again
         "cluster.all.cpus=1",
     ]
     config = resolve(load([Path(file)], words))
@@ -50,8 +51,9 @@ def test_who_rests_is_held_let_go_once_and_over_with_the_run(
     array = done.stdout.strip()
 
     def queue() -> dict[str, str]:
-        """The satellites that there are, with their priority."""
-        return dict(line.split() for line in slurm.call("squeue", "-hr", "-n", job.name, "-o", "%i %Q").splitlines())
+        """The satellites that there are, with state and priority: one about to be held still ends on its node."""
+        lines = slurm.call("squeue", "-hr", "-n", job.name, "-o", "%i %t:%Q").splitlines()
+        return dict(line.split() for line in lines)
 
     def do(what: str) -> None:
         """As the run's launcher does it, where Slurm's commands are."""
@@ -59,14 +61,14 @@ def test_who_rests_is_held_let_go_once_and_over_with_the_run(
         assert done.returncode == 0, done.stderr
 
     def rest() -> list[str]:
-        held = sorted(one for one, priority in queue().items() if priority == "0")
+        held = sorted(one for one, place in queue().items() if place == HELD)
         return held if len(held) == 2 and held == resting(run) and held == sorted(queue()) else []
 
     first = wait_for("both to rest", rest, poll_s=0.5)
     assert (first == [f"{array}_1", f"{array}_2"]) == (requeue == "true"), first
     for before, epoch in ((first, 0), ([], 1)):  # an attempt that is not for them, and a later one
         do(f"Recall(run, {epoch}).round()")
-        assert [one for one in first if queue().get(one, "gone") == "0"] == before
+        assert [one for one in first if queue().get(one) == HELD] == before
     again = wait_for("both to rest again", lambda: count_of(room) == 4 and rest(), poll_s=0.5)
     assert (again == first) == (requeue == "true")
     do("dismiss(run)")
