@@ -6,6 +6,8 @@ what the processes of the owner before still believe in is worth nothing any mor
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -40,3 +42,9 @@ def read_key(path: Path) -> str:
     if not key:
         raise RunDirError(f"{path} holds no key; remove it, and the run makes another when it is started again")
     return key
+
+
+def engine_token(run_token: str, epoch: int, index: int, incarnation: int) -> str:
+    """What the server of one generator process asks for: no other process of the run takes it."""
+    identity = f"{epoch}/generator-{index}/{incarnation}"
+    return hmac.new(run_token.encode(), identity.encode(), hashlib.sha256).hexdigest()

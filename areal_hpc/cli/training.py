@@ -137,7 +137,7 @@ def _find_beside() -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from areal_hpc.roles.job import stop_submitted
+    from areal_hpc.liveness.job import stop_submitted
     from areal_hpc.run_dir import RunDir
 
     print(f"{options.run_dir}: {stop_submitted(RunDir.open(options.run_dir, waiting=True), options.timeout)}")

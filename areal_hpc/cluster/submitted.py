@@ -12,7 +12,7 @@
 submitit asks the accounts alone, which many sites do not keep and which are silent for a second, and takes no name such
 as 12+1 for a job's; a job that dies without a result is then waited for without end. Here the controller is asked
 first. A job is over when it has been for ``SETTLED_S``: one that is being requeued looks failed for an instant. Of a
-chain (cluster.requeue=false) this is the first job; ``roles.job.jobs_of`` names all.
+chain (cluster.requeue=false) this is the first job; ``liveness.job.jobs_of`` names all.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import names_in
-from areal_hpc.roles.job import batch_log, jobs_of
-from areal_hpc.roles.stopping import state_of
+from areal_hpc.liveness.job import batch_log, jobs_of
+from areal_hpc.liveness.stopping import state_of
 from areal_hpc.run_dir import RunDir
 
 LAUNCHER = "launcher"

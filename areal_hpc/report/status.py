@@ -12,15 +12,15 @@ from typing import Any
 from areal_hpc.cluster.jobs import WAITS
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import read_if_listed
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.heartbeat import watch_pulses
+from areal_hpc.liveness.job import JobView, batch_log, look, works_outside
+from areal_hpc.liveness.resting import resting
+from areal_hpc.liveness.seats import Seat
+from areal_hpc.liveness.stopping import ALIVE
 from areal_hpc.report.files import configuration
 from areal_hpc.report.progress import Progress, evaluation_text
 from areal_hpc.report.text import count, duration
-from areal_hpc.roles import seats
-from areal_hpc.roles.heartbeat import watch_pulses
-from areal_hpc.roles.job import JobView, batch_log, look, works_outside
-from areal_hpc.roles.resting import resting
-from areal_hpc.roles.seats import Seat
-from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import RecordReader
 

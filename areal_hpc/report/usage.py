@@ -14,11 +14,11 @@ from typing import Any
 from areal_hpc.cluster.jobs import Accounted, accounted
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import read_if_listed
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import jobs_of, satellite_jobs
+from areal_hpc.liveness.stopping import ALIVE
 from areal_hpc.report.summary import Summary
 from areal_hpc.report.text import count, duration, number, percent
-from areal_hpc.roles import seats
-from areal_hpc.roles.job import jobs_of, satellite_jobs
-from areal_hpc.roles.stopping import ALIVE
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record, RecordReader
 

@@ -12,14 +12,14 @@ from typing import Any
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import read_if_listed
-from areal_hpc.keys import read_key
+from areal_hpc.keys import engine_token, read_key
+from areal_hpc.liveness.heartbeat import SILENT_S, read_heartbeat
+from areal_hpc.liveness.observer import Observer, last_words
+from areal_hpc.liveness.picture import Seen, explain, sentence
+from areal_hpc.liveness.seats import vacant
+from areal_hpc.liveness.stopping import ALIVE, state_of
 from areal_hpc.privacy import owner_of
 from areal_hpc.report.files import configuration
-from areal_hpc.report.observer import Observer, last_words
-from areal_hpc.report.picture import Seen, explain, sentence
-from areal_hpc.roles.heartbeat import SILENT_S, read_heartbeat
-from areal_hpc.roles.seats import vacant
-from areal_hpc.roles.stopping import ALIVE, state_of
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.25
@@ -96,7 +96,6 @@ def _last_words(attempt: AttemptDir, names: Sequence[str]) -> list[Seen]:
 async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> list[str]:
     """What each engine says when it is asked itself: a heartbeat alone does not prove that requests are answered."""
     from areal_hpc.generation.client import EngineClient, Limits
-    from areal_hpc.roles.wiring.engines import engine_token
 
     if run.token.exists() and not os.access(run.token, os.R_OK):
         return [f"engines are not asked themselves: {run.token} is the secret of {owner_of(run.token)}"]

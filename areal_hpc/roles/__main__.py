@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from areal_hpc.errors import UserError
 from areal_hpc.exits import EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.liveness.heartbeat import BEAT_S, beating
 from areal_hpc.privacy import umask_of
 from areal_hpc.roles.caches import use_own_caches
-from areal_hpc.roles.heartbeat import BEAT_S, beating
 from areal_hpc.roles.process import StopRequested, enter
 
 log = logging.getLogger(__name__)

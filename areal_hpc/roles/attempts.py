@@ -27,14 +27,14 @@ from areal_hpc.errors import AttemptFailed, Stalled
 from areal_hpc.exits import EXIT_STALLED
 from areal_hpc.fs import publish, publish_json
 from areal_hpc.keys import make_key
+from areal_hpc.liveness.guard import Guard
+from areal_hpc.liveness.resting import Recall
+from areal_hpc.liveness.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
+from areal_hpc.liveness.watchdog import Watchdog
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
-from areal_hpc.roles.guard import Guard
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
-from areal_hpc.roles.resting import Recall
-from areal_hpc.roles.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
-from areal_hpc.roles.watchdog import Watchdog
 from areal_hpc.roles.wiring.launchers import make_launcher
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks

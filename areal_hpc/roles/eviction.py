@@ -14,9 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from areal_hpc.roles import seats
-from areal_hpc.roles.seats import Seat
-from areal_hpc.roles.stacks import Process
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.seats import Seat
+from areal_hpc.liveness.stacks import Process
 from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)

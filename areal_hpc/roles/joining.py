@@ -38,13 +38,13 @@ from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED, EXIT_UNNEEDED
 from areal_hpc.fs import names_in, read_json, wait_for
+from areal_hpc.liveness import resting, seats
+from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.job import note_satellite
+from areal_hpc.liveness.seats import Seat
+from areal_hpc.liveness.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.privacy import is_secret
-from areal_hpc.roles import resting, seats
 from areal_hpc.roles.eviction import Eviction
-from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
-from areal_hpc.roles.job import note_satellite
-from areal_hpc.roles.seats import Seat
-from areal_hpc.roles.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.roles.supervisor import Supervisor
 from areal_hpc.roles.wiring.launchers import devices_here
 from areal_hpc.roles.wiring.servers import check_server

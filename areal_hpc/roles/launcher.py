@@ -24,14 +24,14 @@ from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from areal_hpc.liveness.job import JobView, ended_with, refuse_queued
+from areal_hpc.liveness.resting import dismiss
+from areal_hpc.liveness.stopping import Signals, refuse_living_owner
 from areal_hpc.mount import examine
 from areal_hpc.privacy import umask_of
 from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
-from areal_hpc.roles.job import JobView, ended_with, refuse_queued
 from areal_hpc.roles.preparation import prepare
-from areal_hpc.roles.resting import dismiss
-from areal_hpc.roles.stopping import Signals, refuse_living_owner
 from areal_hpc.run_dir import RunDir
 
 log = logging.getLogger(__name__)

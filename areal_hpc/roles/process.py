@@ -29,9 +29,9 @@ from areal_hpc.config.schema import Config
 from areal_hpc.exits import EXIT_FAILED
 from areal_hpc.fs import publish_json, read_if_listed, wait_for
 from areal_hpc.keys import read_key
-from areal_hpc.roles.heartbeat import read_heartbeat
-from areal_hpc.roles.seats import Seat
-from areal_hpc.roles.stacks import Stacks
+from areal_hpc.liveness.heartbeat import read_heartbeat
+from areal_hpc.liveness.seats import Seat
+from areal_hpc.liveness.stacks import Stacks
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import Recorder, add_secret, setup_logging
 from areal_hpc.waits import advance, published, waiting

@@ -21,8 +21,8 @@ from areal_hpc.config.paths import anchored
 from areal_hpc.config.resolve import read_config
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError
-from areal_hpc.roles.job import newest_submission
-from areal_hpc.roles.stopping import state_of
+from areal_hpc.liveness.job import newest_submission
+from areal_hpc.liveness.stopping import state_of
 from areal_hpc.run_dir import RunDir
 
 

@@ -34,8 +34,7 @@ from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import create_exclusive, make_private_directory, publish, publish_json
-from areal_hpc.privacy import umask_of
-from areal_hpc.roles.job import (
+from areal_hpc.liveness.job import (
     JobView,
     Submission,
     batch_log,
@@ -47,8 +46,9 @@ from areal_hpc.roles.job import (
     submitted_satellites,
     works_outside,
 )
+from areal_hpc.liveness.stopping import refuse_living_owner
+from areal_hpc.privacy import umask_of
 from areal_hpc.roles.launcher import check_resume
-from areal_hpc.roles.stopping import refuse_living_owner
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.run_dir import RunDir
 

@@ -22,8 +22,8 @@ from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import AttemptFailed, RoleDied
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.liveness.stacks import Process
 from areal_hpc.roles.restarts import pause_before_restart
-from areal_hpc.roles.stacks import Process
 
 WATCH_S = 0.25
 FINISHING = ("trainer", "evaluator")

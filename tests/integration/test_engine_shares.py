@@ -21,9 +21,9 @@ from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.external.process import LAUNCHER
+from areal_hpc.keys import engine_token
 from areal_hpc.roles import launches
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.engines import engine_token
 from areal_hpc.roles.wiring.serving import serve_engine
 from areal_hpc.roles.wiring.shares import hold_shares
 from areal_hpc.run_dir import RunDir

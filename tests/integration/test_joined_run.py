@@ -14,7 +14,7 @@ from test_live_roles import check_exactly_once, engine_events
 
 from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED
 from areal_hpc.fs import read_json
-from areal_hpc.roles import seats
+from areal_hpc.liveness import seats
 
 
 class Satellite:

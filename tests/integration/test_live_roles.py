@@ -15,8 +15,8 @@ import pytest
 from launched import GROUPS, Launched, command, launched, newest_checkpoint, until
 
 from areal_hpc.fs import read_json
+from areal_hpc.keys import engine_token
 from areal_hpc.report import prove_run
-from areal_hpc.roles.wiring.engines import engine_token
 from areal_hpc.run_dir import RunDir
 
 ENDLESS = ("trainer.total_steps=4000", "limits.stop_s=60")

@@ -14,8 +14,8 @@ from launched import arguments
 from slurm_runs import LONG, OVER, PATHS, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
 
 from areal_hpc.fs import read_json
+from areal_hpc.liveness.job import batch_log, jobs_of
 from areal_hpc.report import prove_run
-from areal_hpc.roles.job import batch_log, jobs_of
 from areal_hpc.run_dir import RunDir
 
 

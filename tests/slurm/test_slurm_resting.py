@@ -15,15 +15,15 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.fs import make_private_directory, publish
-from areal_hpc.roles.job import satellite_jobs
-from areal_hpc.roles.resting import resting
+from areal_hpc.liveness.job import satellite_jobs
+from areal_hpc.liveness.resting import resting
 from areal_hpc.run_dir import RunDir
 
 HELD = "PD:0"
 LAUNCHER = """\
 import sys
 from pathlib import Path
-from areal_hpc.roles.resting import Recall, dismiss
+from areal_hpc.liveness.resting import Recall, dismiss
 from areal_hpc.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 """

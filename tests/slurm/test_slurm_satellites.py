@@ -15,10 +15,10 @@ from launched import REPOSITORY, arguments
 from slurm_runs import OVER, areal, status, submit, typed
 
 from areal_hpc.fs import read_json
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import jobs_of, satellite_jobs, satellites_of
+from areal_hpc.liveness.resting import resting
 from areal_hpc.report import prove_run
-from areal_hpc.roles import seats
-from areal_hpc.roles.job import jobs_of, satellite_jobs, satellites_of
-from areal_hpc.roles.resting import resting
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
 

@@ -29,7 +29,7 @@ from slurm_runs import (
 from tiny_models import make_model
 
 from areal_hpc.fs import read_json
-from areal_hpc.roles.job import jobs_of
+from areal_hpc.liveness.job import jobs_of
 from areal_hpc.run_dir import RunDir
 
 SHORT = ("trainer.total_steps=3", "cluster.all.cpus=4")

@@ -11,8 +11,8 @@ from launched import arguments
 from slurm_runs import LONG, OVER, areal, submit
 
 from areal_hpc.fs import read_json
+from areal_hpc.liveness.job import jobs_of, satellites_of
 from areal_hpc.report import prove_run
-from areal_hpc.roles.job import jobs_of, satellites_of
 from areal_hpc.run_dir import RunDir
 
 STEPS = 200

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from areal_hpc.config.load import load
 from areal_hpc.fs import publish_json
-from areal_hpc.roles import seats
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.seats import Seat
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.wiring.engines import Roster
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.roles import seats
+from areal_hpc.liveness import seats
 from areal_hpc.roles.eviction import Eviction
 from areal_hpc.run_dir import AttemptDir, RunDir
 

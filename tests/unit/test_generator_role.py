@@ -14,9 +14,10 @@ import pytest
 from areal_hpc.config.load import load
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
-from areal_hpc.roles import generator, seats
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.seats import Seat
+from areal_hpc.roles import generator
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.seats import Seat
 from areal_hpc.roles.wiring.serving import ServedEngine
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder, RecordReader

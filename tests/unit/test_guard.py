@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.roles import guard as guard_module
-from areal_hpc.roles.guard import Guard
+from areal_hpc.liveness import guard as guard_module
+from areal_hpc.liveness.guard import Guard
 from areal_hpc.waits import FILE_SYSTEM, waiting
 
 CALL = "reading /runs/r/attempts/00000001/heartbeats/rollout-0.json"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.fs import publish_json
-from areal_hpc.roles import heartbeat as module
-from areal_hpc.roles.heartbeat import Pulse, beating, read_heartbeat
+from areal_hpc.liveness import heartbeat as module
+from areal_hpc.liveness.heartbeat import Pulse, beating, read_heartbeat
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 

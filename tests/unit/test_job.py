@@ -10,10 +10,10 @@ from areal_hpc.cluster.jobs import Queued, parse_accounts
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import publish_json
+from areal_hpc.liveness import job as roles_job
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import JobView, jobs_of, look, stop_submitted
 from areal_hpc.report import status_lines
-from areal_hpc.roles import job as roles_job
-from areal_hpc.roles import seats
-from areal_hpc.roles.job import JobView, jobs_of, look, stop_submitted
 from areal_hpc.run_dir import RunDir
 
 

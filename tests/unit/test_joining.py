@@ -26,11 +26,12 @@ from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
 from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNNEEDED, EXIT_USER_ERROR
 from areal_hpc.fs import create_exclusive, publish, publish_json
-from areal_hpc.roles import joining, seats
-from areal_hpc.roles.job import satellite_jobs
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import satellite_jobs
+from areal_hpc.liveness.resting import resting
+from areal_hpc.liveness.stopping import RESTARTING, RUNNING
+from areal_hpc.roles import joining
 from areal_hpc.roles.joining import Standing, device_blocks, join_run, require_joinable, standing_of
-from areal_hpc.roles.resting import resting
-from areal_hpc.roles.stopping import RESTARTING, RUNNING
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"

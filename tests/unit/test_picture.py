@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.report.picture import Seen, explain
+from areal_hpc.liveness.picture import Seen, explain
 from areal_hpc.waits import ANYBODY, FILE_SYSTEM, REWARD_PROCESS, Achieved, Wait
 
 QUIET_S = 25.0

@@ -31,12 +31,12 @@ from areal_hpc.exits import EXIT_USER_ERROR
 from areal_hpc.fs import make_private_directory, publish, publish_json, read_json
 from areal_hpc.journal import Journal
 from areal_hpc.keys import make_key, read_key
+from areal_hpc.liveness.stopping import stop_run
 from areal_hpc.privacy import open_private
 from areal_hpc.report import why_lines
 from areal_hpc.roles.attempts import Attempts
 from areal_hpc.roles.joining import require_joinable
 from areal_hpc.roles.resuming import resumption
-from areal_hpc.roles.stopping import stop_run
 from areal_hpc.roles.wiring.online import standing_key
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from areal_hpc.cluster.jobs import Place
 from areal_hpc.errors import SubmissionError
-from areal_hpc.roles.job import note_satellite
-from areal_hpc.roles.resting import LOOK_S, Recall, dismiss, forget, judged, rest, resting
+from areal_hpc.liveness.job import note_satellite
+from areal_hpc.liveness.resting import LOOK_S, Recall, dismiss, forget, judged, rest, resting
 from areal_hpc.run_dir import RunDir
 
 HELD = Place(state="PENDING", is_held=True)

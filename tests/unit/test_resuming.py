@@ -19,7 +19,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import publish_json, read_json
-from areal_hpc.roles import job as roles_job
+from areal_hpc.liveness import job as roles_job
 from areal_hpc.roles import submission
 from areal_hpc.roles.resuming import resumption
 from areal_hpc.run_dir import RunDir

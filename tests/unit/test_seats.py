@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.fs import publish_json
-from areal_hpc.roles import seats
-from areal_hpc.roles.attendance import Attendance
-from areal_hpc.roles.seats import Seat
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.attendance import Attendance
+from areal_hpc.liveness.seats import Seat
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 FIRST = 2  # the run has two engines of its own

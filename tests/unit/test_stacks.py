@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.roles.stacks import Stacks, ask_all, ask_silent
+from areal_hpc.liveness.stacks import Stacks, ask_all, ask_silent
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 HANGS = {
@@ -33,7 +33,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
 def hanging(attempt: AttemptDir, call: str) -> Iterator[subprocess.Popen[bytes]]:
     code = (
         "import ctypes, pathlib, sys, time\nfrom areal_hpc.run_dir import AttemptDir\n"
-        "from areal_hpc.roles.stacks import Stacks\n"
+        "from areal_hpc.liveness.stacks import Stacks\n"
         "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         f"def hang():\n    {call}\n"
         "stacks = Stacks(AttemptDir(pathlib.Path(sys.argv[1])), 'trainer', 0)\nprint(flush=True)\nhang()"

@@ -18,7 +18,7 @@ from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import publish_json
-from areal_hpc.roles.stopping import Signals, stop_run
+from areal_hpc.liveness.stopping import Signals, stop_run
 from areal_hpc.run_dir import RunDir
 
 
@@ -55,7 +55,7 @@ def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> No
 
 LATE = """
 import sys
-from areal_hpc.roles.stopping import Signals
+from areal_hpc.liveness.stopping import Signals
 with Signals(from_scheduler=True):
     pass
 print("over", flush=True)

@@ -20,9 +20,9 @@ from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError, RunDirError, SubmissionError
-from areal_hpc.roles import job as roles_job
+from areal_hpc.liveness import job as roles_job
+from areal_hpc.liveness.job import submission_of
 from areal_hpc.roles import submission
-from areal_hpc.roles.job import submission_of
 from areal_hpc.run_dir import RunDir
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"

@@ -12,9 +12,9 @@ import pytest
 from areal_hpc.cluster.jobs import parse_accounts
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import note_satellite
 from areal_hpc.report import usage, write_report
-from areal_hpc.roles import seats
-from areal_hpc.roles.job import note_satellite
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
 from areal_hpc.telemetry.records import to_line

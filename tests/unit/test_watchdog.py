@@ -20,8 +20,8 @@ from areal_hpc.cluster.owner import Owner, start_ticks
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import read_if_listed
-from areal_hpc.roles import seats, stacks
-from areal_hpc.roles.watchdog import Watchdog
+from areal_hpc.liveness import seats, stacks
+from areal_hpc.liveness.watchdog import Watchdog
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.waits import ANYBODY
 

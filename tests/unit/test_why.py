@@ -14,8 +14,8 @@ import pytest
 from areal_hpc import cli
 from areal_hpc.cluster.owner import Owner, start_ticks
 from areal_hpc.fs import publish_json
+from areal_hpc.liveness.observer import Observer
 from areal_hpc.report import why_lines
-from areal_hpc.report.observer import Observer
 from areal_hpc.run_dir import RunDir
 
 BATCH: dict[str, Any] = {"what": "a batch", "parties": ["rollout-0"], "limit_s": 1800.0}

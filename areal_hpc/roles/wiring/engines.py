@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from areal_hpc.fs import read_if_listed
 from areal_hpc.generation.client import EngineClient, Limits
 from areal_hpc.generation.connection import Address
 from areal_hpc.generation.router import Capacity, Router
+from areal_hpc.keys import engine_token
+from areal_hpc.liveness import seats
 from areal_hpc.pretrained.architecture import read_architecture
-from areal_hpc.roles import seats
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.routing import Routing
 from areal_hpc.telemetry import add_secret
@@ -24,12 +23,6 @@ from areal_hpc.telemetry import add_secret
 EVALUATION_YIELDS_S = 60.0
 """What training asks for goes before an evaluation's request that came so much earlier, and no later: where engines
 always have more to do than they can, an evaluation would never end else."""
-
-
-def engine_token(run_token: str, epoch: int, index: int, incarnation: int) -> str:
-    """What the server of one generator process asks for: no other process of the run takes it."""
-    identity = f"{epoch}/generator-{index}/{incarnation}"
-    return hmac.new(run_token.encode(), identity.encode(), hashlib.sha256).hexdigest()
 
 
 def token_of(process: RoleProcess, index: int, incarnation: int) -> str:

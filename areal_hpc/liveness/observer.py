@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from areal_hpc.cluster.owner import HANGING, STOPPED, Owner
-from areal_hpc.report.picture import Seen
-from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.picture import Seen
 from areal_hpc.run_dir import AttemptDir
 from areal_hpc.waits import Achieved, Wait
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.config.schema import LimitsConfig
-from areal_hpc.report.observer import last_words
-from areal_hpc.report.picture import Seen, hung_engines
-from areal_hpc.roles import seats
-from areal_hpc.roles.heartbeat import Pulse, read_heartbeat
-from areal_hpc.roles.seats import Seat
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.observer import last_words
+from areal_hpc.liveness.picture import Seen, hung_engines
+from areal_hpc.liveness.seats import Seat
 from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)

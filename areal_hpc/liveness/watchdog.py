@@ -9,7 +9,7 @@
 
 Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
 which no run ends, none of whose waits leads to anybody who gets on. Loading a model, an evaluation or a checkpoint is
-neither: it is a named wait within its own limit, or moves a counter. See ``report.picture``.
+neither: it is a named wait within its own limit, or moves a counter. See ``liveness.picture``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from areal_hpc.cluster.owner import STOPPED, Owner
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import publish
-from areal_hpc.report.observer import Observer
-from areal_hpc.report.picture import Explanation, Seen, explain, hung_engines
-from areal_hpc.roles import stacks
-from areal_hpc.roles.attendance import Attendance
-from areal_hpc.roles.heartbeat import read_heartbeat
+from areal_hpc.liveness import stacks
+from areal_hpc.liveness.attendance import Attendance
+from areal_hpc.liveness.heartbeat import read_heartbeat
+from areal_hpc.liveness.observer import Observer
+from areal_hpc.liveness.picture import Explanation, Seen, explain, hung_engines
 from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)

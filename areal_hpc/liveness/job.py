@@ -28,8 +28,8 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.cluster.reasons import explained
 from areal_hpc.errors import RunDirError, SubmissionError
 from areal_hpc.fs import create_exclusive, make_private_directory, names_in, read_if_listed
-from areal_hpc.roles.resting import resting
-from areal_hpc.roles.stopping import ALIVE, state_of, stop_run
+from areal_hpc.liveness.resting import resting
+from areal_hpc.liveness.stopping import ALIVE, state_of, stop_run
 from areal_hpc.run_dir import RunDir
 
 SUBMISSION = re.compile(r"submission-(\d{4})\.json")
