@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from embedded_engines import FREE, PROMPT, MakeEngine, Models, complete, engines, one, two_models
+from embedded_engines import FREE, PROMPT, MakeEngine, Models, complete, one
 from safetensors.torch import load_file
 
 from areal_hpc.delta import checksum
@@ -17,17 +17,6 @@ from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE
 from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weights.disk import DiskTransport
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
 
 
 class Target:

@@ -5,7 +5,6 @@ Actions that must happen at an exact token are taken from a sequence's listener,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,29 +19,15 @@ from embedded_engines import (
     assert_logprobs,
     at_token,
     complete,
-    engines,
     expected_logprobs,
     load,
     one,
     submit,
-    two_models,
 )
 from safetensors.torch import load_file
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.generation.embedded.scheduler import PAUSE, Quarantined
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
-
 
 # -- aborts
 

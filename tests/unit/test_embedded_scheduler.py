@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,27 +17,13 @@ from embedded_engines import (
     assert_logprobs,
     at_token,
     complete,
-    engines,
     expected_logprobs,
     one,
     submit,
-    two_models,
 )
 
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
-
 
 # -- batching
 

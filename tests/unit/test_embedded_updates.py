@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from embedded_engines import LIMIT_S, MakeEngine, Models, engines, two_models
+from embedded_engines import LIMIT_S, MakeEngine, Models
 from safetensors.torch import load_file
 
 from areal_hpc.buckets import Bucket, plan_buckets
@@ -20,17 +19,6 @@ from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE
 
 NUM_BUCKETS = 3
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
 
 
 class Sender:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from embedded_engines import FREE, PROMPT, MakeEngine, Models, at_token, complete, engines, one, two_models
+from embedded_engines import FREE, PROMPT, MakeEngine, Models, at_token, complete, one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, make_tokenizer
@@ -34,17 +33,6 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags", "note"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
 
 
 def is_person(value: Any) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from dialogues import make_dialogue
-from embedded_engines import FREE, PROMPT, MakeEngine, Models, complete, engines, one, two_models
+from embedded_engines import FREE, PROMPT, MakeEngine, complete, one
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, make_tokenizer
@@ -43,17 +43,6 @@ TOOLS = (tool("add", a={"type": "integer", "minimum": 0, "maximum": 99}), tool("
 MAY = calls_tag(FORMATS["hermes"], TOOLS, forced=False)
 MUST = calls_tag(FORMATS["hermes"], TOOLS, forced=True)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return two_models(tmp_path_factory)
-
-
-@pytest.fixture
-def make_engine(models: Models) -> Iterator[MakeEngine]:
-    with engines(models) as make:
-        yield make
 
 
 def taken(matcher: Matcher, text: str) -> None:
