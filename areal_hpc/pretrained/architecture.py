@@ -6,21 +6,17 @@ by name, before a weight is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
+from areal_hpc.pretrained.rope import Rope, read_rope
 from areal_hpc.routing import Routing
 
-if TYPE_CHECKING:
-    import torch
-
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-ROPE_VARIANTS = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +48,7 @@ class Architecture:
     output_bias: bool
     qk_norm: bool
     tied: bool
-    rope: Mapping[str, Any]
-    """``rope_type``, ``rope_theta`` and what the variant needs."""
+    rope: Rope
     eos_token_ids: frozenset[int]
     experts: Experts | None
 
@@ -93,7 +88,7 @@ def read_architecture(directory: Path) -> Architecture:
         output_bias=family != "qwen2" and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope=_rope_parameters(config, directory),
+        rope=read_rope(config, directory),
         eos_token_ids=_eos_token_ids(config, directory),
         experts=_experts(config) if family == "qwen3_moe" else None,
     )
@@ -109,13 +104,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _refuse_what_is_not_computed(config: Mapping[str, Any], directory: Path) -> None:
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    of_rotation = {**config, **(config.get("rope_parameters") or {})}  # transformers 5 keeps it there
     refused = {
         f"model_type {config.get('model_type')!r}": config.get("model_type") not in FAMILIES,
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
         "a quantized checkpoint": bool(config.get("quantization_config")),
         "sliding-window attention": bool(config.get("use_sliding_window")) or bool(layer_types),
         "mlp_bias": bool(config.get("mlp_bias")),
-        "partial rotary embeddings": config.get("partial_rotary_factor", 1.0) != 1.0,
+        "partial rotary embeddings": of_rotation.get("partial_rotary_factor", 1.0) != 1.0,
         "dense layers between mixtures": bool(config.get("mlp_only_layers"))
         or config.get("decoder_sparse_step", 1) != 1,
     }
@@ -137,19 +133,6 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-def _rope_parameters(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Rotary parameters from ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
-    written = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), **written}
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    if rope["rope_type"] not in ROPE_VARIANTS:
-        raise DataError(
-            f"{directory}: rotary variant {rope['rope_type']!r} is not known to the embedded engine and the Megatron "
-            f"trainer; they compute {', '.join(ROPE_VARIANTS)}, so choose another model"
-        )
-    return rope
-
-
 def _eos_token_ids(config: Mapping[str, Any], directory: Path) -> frozenset[int]:
     """End tokens of config.json and generation_config.json together; each may be absent, a number or a list."""
     path = directory / "generation_config.json"
@@ -159,28 +142,3 @@ def _eos_token_ids(config: Mapping[str, Any], directory: Path) -> frozenset[int]
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(ids)
-
-
-def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
-    """Rotary inverse frequencies, float32 [head_dim / 2] (Su et al. 2021, arXiv 2104.09864).
-
-    ``linear`` divides all of them by the factor. ``llama3`` (The Llama 3 Herd of Models, 3.1 release) divides those
-    whose wavelength exceeds the original context and blends in between.
-    """
-    import torch
-
-    rope, dim = architecture.rope, architecture.head_dim
-    frequencies: torch.Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if rope["rope_type"] == "linear":
-        frequencies = frequencies / float(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        frequencies = frequencies * _llama3_shares(frequencies, rope)
-    return frequencies
-
-
-def _llama3_shares(frequencies: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    shares: torch.Tensor = blend + (1.0 - blend) / float(rope["factor"])
-    return shares

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from layouts import Run, pool
-from steps import MIXTURE, SIZES, STRETCHED
+from steps import MIXTURE, SIZES, STRETCHED, YARN
 from tiny_models import make_model
 
 from areal_hpc.errors import ConfigError
@@ -34,10 +34,11 @@ def run(megatron: None) -> Iterator[Run]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """qwen2 and qwen3 have tied embeddings, the others not; qwen2 has biases, qwen3 and the mixture norms of heads; the
-    frequencies of llama3 are stretched as those of Llama 3.1.
+    frequencies of llama3 are stretched as those of Llama 3.1, and those of yarn, a qwen2, as Qwen's for long contexts.
     """
     root = tmp_path_factory.mktemp("models")
     for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         make_model(root / family, family, 0, **SIZES, **(MIXTURE if family == "qwen3_moe" else {}))
     make_model(root / "llama3", "llama", 0, **SIZES, rope_parameters=STRETCHED)
+    make_model(root / "yarn", "qwen2", 0, **SIZES, rope_parameters=YARN)
     return {path.name: path for path in root.iterdir()}

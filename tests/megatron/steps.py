@@ -38,7 +38,9 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""So that some of the frequencies are divided, some are kept and some lie between."""
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN["beta_fast"] = 3.0
+"""Both so that some of the frequencies are divided, some are kept and some lie between."""
 ALGORITHM = AlgorithmConfig(kl=KlConfig(coef=0.1))
 NUM_STEPS, NUM_SEQUENCES, TEMPERATURE = 3, 9, 0.7
 

@@ -27,6 +27,7 @@ LAYOUTS = [
     ("llama", "tp1"),
     ("llama", "tp2"),
     ("llama3", "tp1"),
+    ("yarn", "tp1"),
     ("llama", "pp2 vpp2"),
     ("qwen2", "tp2 pp2"),
     ("qwen2", "cp2"),

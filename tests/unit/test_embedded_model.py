@@ -24,6 +24,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -31,6 +32,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     ("qwen2", {}),
+    ("qwen2", {"rope_parameters": YARN}),
     ("qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": False, "head_dim": 24, "num_attention_heads": 6}),
@@ -111,12 +113,13 @@ def test_rope_is_read_from_the_keys_of_older_checkpoints(tmp_path: Path) -> None
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "dynamic"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial rotary"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

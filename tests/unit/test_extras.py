@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from areal_hpc.errors import ConfigError
 from areal_hpc.extras import optional
+from areal_hpc.training.megatron.requirements import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +39,25 @@ def test_a_package_that_lacks_one_of_its_own_says_which(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"package needy, .*No module named 'what_it_needs'"):
         optional("needy", extra="data", what="this test")
     assert "needy" not in sys.modules
+
+
+def with_those_it_names(extra: str, extras: dict[str, list[str]]) -> set[str]:
+    """Requirements of an extra, and of the extras of ours among them."""
+    found: set[str] = set()
+    for requirement in extras[extra]:
+        named = re.fullmatch(r"areal-hpc\[(.+)\]", requirement)
+        inner = [with_those_it_names(one, extras) for one in named[1].split(",")] if named else [{requirement}]
+        found = found.union(*inner)
+    return found
+
+
+def test_what_computes_on_cuda_devices_is_in_its_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    packages = {re.split(r"[<>=]", requirement)[0] for requirement in with_those_it_names("cuda", extras)}
+    assert {"torch", "transformers", "flash-attn", "transformer-engine[pytorch]"} <= packages
+    for package in PACKAGES.values():
+        (extra,) = re.findall(r"areal-hpc\[(.+)\]", package.command)
+        assert any(one.replace("-", "_").startswith(package.module) for one in extras[extra]), package
 
 
 def test_every_extra_that_the_code_asks_for_installs_what_it_asks_for() -> None:

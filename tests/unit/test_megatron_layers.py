@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Function, Function, Function, list[tuple[int, ...]]]] = {
         [(TOKENS, HEADS, WIDTH), (WIDTH,)],
     ),
     "rotation": (
-        lambda heads: rotate(heads, turns_of(FREQUENCIES, POSITIONS, heads.dtype)),
+        lambda heads: rotate(heads, turns_of(FREQUENCIES, 1.0, POSITIONS, heads.dtype)),
         rotation_of_transformers,
         rotation_of_transformers,
         [(TOKENS, HEADS, WIDTH)],
@@ -102,6 +102,6 @@ def test_in_bfloat16_they_are_as_near_to_these_as_transformers_own(name: str) ->
 def test_of_no_token_there_is_nothing(name: str) -> None:
     ours, _, _, shapes = CASES[name]
     if name == "rotation":
-        ours = lambda heads: rotate(heads, turns_of(FREQUENCIES, POSITIONS[:0], heads.dtype))  # noqa: E731
+        ours = lambda heads: rotate(heads, turns_of(FREQUENCIES, 1.0, POSITIONS[:0], heads.dtype))  # noqa: E731
     found: list[Any] = value_and_gradients(ours, [random(0, *shapes[0][1:]), *(random(*one) for one in shapes[1:])])
     assert found[0].shape[0] == 0 and all(torch.isfinite(one).all() for one in found)

@@ -94,13 +94,16 @@ def test_a_bias_that_is_not_computed_and_a_foreign_model_are_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ({"attention": Attention.FLASH}, r"trainer.attention=flash needs flash-attn.*areal-hpc\[flash\]"),
+        (
+            {"attention": Attention.FLASH},
+            r"trainer.attention=flash needs flash-attn.*`cuda`.*--no-build-isolation 'areal-hpc\[flash\]'",
+        ),
         ({"attention": Attention.ASCEND}, r"trainer.attention=ascend needs torch-npu.*areal-hpc\[npu\]"),
         (
             {"attention": Attention.TRANSFORMER_ENGINE},
-            r"trainer.attention=transformer_engine needs Transformer Engine.*areal-hpc\[transformer-engine\]",
+            r"trainer.attention=transformer_engine needs Transformer Engine.*`cuda`.*areal-hpc\[transformer-engine\]",
         ),
-        ({"fp8": True}, r"trainer.fp8 needs Transformer Engine.*areal-hpc\[transformer-engine\]"),
+        ({"fp8": True}, r"trainer.fp8 needs Transformer Engine.*`cuda`.*areal-hpc\[transformer-engine\]"),
     ],
 )
 def test_a_kernel_that_is_not_installed_is_refused_by_name(choice: dict[str, Any], said: str) -> None:

@@ -23,8 +23,9 @@ from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.adapters import Adapters
 from areal_hpc.generation.embedded.cache import KVCache
 from areal_hpc.generation.embedded.parameters import LowRank, Parameters, WeightSet
-from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies, read_architecture
+from areal_hpc.pretrained.architecture import Architecture, read_architecture
 from areal_hpc.pretrained.files import check_shapes, read_weights
+from areal_hpc.pretrained.rope import amplitude, inverse_frequencies
 
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [N, heads, D], keys and values [N, kv_heads, D]) -> [N, heads * D]."""
@@ -130,8 +131,9 @@ def _rotary_tables(
     architecture: Architecture, dtype: torch.dtype, max_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines [max_tokens, head_dim]: x turned is x * cos + (halves of x swapped) * sin."""
-    angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), inverse_frequencies(architecture))
-    cos, sin = angles.cos(), angles.sin()
+    frequencies = inverse_frequencies(architecture.rope, architecture.head_dim)
+    angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
+    cos, sin = (amplitude(architecture.rope) * waves for waves in (angles.cos(), angles.sin()))
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 

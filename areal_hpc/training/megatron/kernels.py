@@ -20,6 +20,7 @@ from torch import Tensor
 from areal_hpc.config.schema import Attention
 from areal_hpc.errors import ConfigError
 from areal_hpc.extras import optional
+from areal_hpc.training.megatron.requirements import PACKAGES
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 COMPRESSED = 2048
@@ -102,7 +103,7 @@ def transformer_engine(key: str) -> Any:
 
     if not transformer_engine.HAVE_TE:
         raise ConfigError(
-            f"{key} needs Transformer Engine, which Megatron-core cannot import here; pip install "
-            "'areal-hpc[transformer-engine]' on a machine with a CUDA toolkit, or leave that out"
+            f"{key} needs Transformer Engine, which Megatron-core cannot import here; "
+            f"{PACKAGES[Attention.TRANSFORMER_ENGINE].command}, or leave that out"
         )
     return transformer_engine

@@ -19,7 +19,8 @@ from torch.nn.functional import silu
 
 from areal_hpc import accelerator
 from areal_hpc.config.schema import Attention, Recompute, TrainerConfig
-from areal_hpc.pretrained.architecture import Architecture, inverse_frequencies
+from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.pretrained.rope import amplitude, inverse_frequencies
 from areal_hpc.training.megatron.attention import PackedAttention
 from areal_hpc.training.megatron.fused import gated, rms_norm
 from areal_hpc.training.megatron.kernels import transformer_engine
@@ -146,7 +147,8 @@ def _build_chunk(
         position_embedding_type="none",  # which tells its layers nothing: ours find it with the lengths
         vp_stage=number,
     )
-    model.frequencies = inverse_frequencies(architecture).to(_device())
+    model.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim).to(_device())
+    model.amplitude = amplitude(architecture.rope)
     model.number_head = number_head
     if number_head and model.post_process:
         del model.output_layer
@@ -175,7 +177,7 @@ def _policy_class() -> Any:
         def forward(
             self, token_ids: Tensor, positions: Tensor, *given: Any, packed_seq_params: Any, **named: Any
         ) -> Tensor:
-            packed_seq_params.turns = turns_of(self.frequencies, positions[0], self.config.params_dtype)
+            packed_seq_params.turns = turns_of(self.frequencies, self.amplitude, positions[0], self.config.params_dtype)
             hidden: Tensor = super().forward(token_ids, positions, *given, packed_seq_params=packed_seq_params, **named)
             return hidden
 

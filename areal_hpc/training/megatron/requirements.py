@@ -28,22 +28,30 @@ class Package:
 
     name: str
     module: str
-    extra: str
     made: str
+    command: str
+    """What installs it."""
 
 
+COMPILED = "in the extra `cuda` and compiled at its installation, by nvcc and against the torch that is there"
 PACKAGES = {
     Attention.FLASH: Package(
-        name="flash-attn", module="flash_attn", extra="flash", made="compiled for CUDA devices at its installation"
+        name="flash-attn",
+        module="flash_attn",
+        made=COMPILED,
+        command="pip install --no-build-isolation 'areal-hpc[flash]'",
     ),
     Attention.TRANSFORMER_ENGINE: Package(
         name="Transformer Engine",
         module="transformer_engine",
-        extra="transformer-engine",
-        made="compiled for CUDA devices at its installation",
+        made=COMPILED,
+        command="pip install --no-build-isolation 'areal-hpc[transformer-engine]'",
     ),
     Attention.ASCEND: Package(
-        name="torch-npu", module="torch_npu", extra="npu", made="for Ascend devices and wants their toolkit, CANN"
+        name="torch-npu",
+        module="torch_npu",
+        made="for Ascend devices and wants their toolkit, CANN",
+        command="pip install 'areal-hpc[npu]'",
     ),
 }
 
@@ -84,8 +92,7 @@ def require_kernels(trainer: TrainerConfig) -> None:
     for key, package in wanted.items():
         if package is not None and find_spec(package.module) is None:
             raise ConfigError(
-                f"{key} needs {package.name}, which is {package.made}: pip install 'areal-hpc[{package.extra}]', or "
-                "leave that out"
+                f"{key} needs {package.name}, which is {package.made}: {package.command}, or leave that out"
             )
 
 

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) of packed sequences, turned once for a micro-batch.
 
-    turns = turns_of(frequencies, positions, dtype)     cosines and sines of every token, for all layers of a pass
+    turns = turns_of(frequencies, amplitude, positions, dtype)  cosines and sines of a pass's tokens, for all layers
     query, key = rotate(query, turns), rotate(key, turns)
 
 Megatron's own finds them again in each layer, from boundaries that it first asks the device for. Phases are float32
@@ -19,14 +19,15 @@ Turns = tuple[Tensor, Tensor]
 """Cosines and sines, each [T, 1, D / 2]."""
 
 
-def turns_of(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Turns:
+def turns_of(frequencies: Tensor, amplitude: float, positions: Tensor, dtype: torch.dtype) -> Turns:
     """
     Args:
         frequencies: float32 [D / 2].
+        amplitude: of the waves; see ``pretrained.rope``.
         positions: int64 [T], of each token in its sequence.
     """
     phases = torch.outer(positions.to(torch.float32), frequencies)[:, None]
-    return phases.cos().to(dtype), phases.sin().to(dtype)
+    return (amplitude * phases.cos()).to(dtype), (amplitude * phases.sin()).to(dtype)
 
 
 def rotate(heads: Tensor, turns: Turns) -> Tensor:
