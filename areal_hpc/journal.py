@@ -33,6 +33,7 @@ from areal_hpc.fs import fsync_directory, make_private_directory
 from areal_hpc.privacy import open_private
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, WeightVersion
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 FORMAT = 1
 CHECKSUM_DIGITS = 8
@@ -103,7 +104,8 @@ class Journal:
             OSError: the file system refused; the checkpoint must not be written.
         """
         self._append({Kind.CHECKPOINT: step, "dropped": _plain(dropped)})
-        os.fsync(self._file.fileno())
+        with waiting(f"writing {self._path}", FILE_SYSTEM, limit_s=None):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -111,8 +113,9 @@ class Journal:
     def _append(self, value: Mapping[str, Any]) -> None:
         text = json.dumps(value, separators=(",", ":")).encode()
         self._crc = google_crc32c.extend(self._crc, text)
-        self._file.write(b"%08x %s\n" % (self._crc, text))
-        self._file.flush()
+        with waiting(f"writing {self._path}", FILE_SYSTEM, limit_s=None):
+            self._file.write(b"%08x %s\n" % (self._crc, text))
+            self._file.flush()
 
 
 def _path(run: RunDir, epoch: int) -> Path:

@@ -23,6 +23,7 @@ from typing import Any
 
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import fsync_directory
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 MIB = 1 << 20
 MIN_FREE_INODES = 1000
@@ -84,7 +85,8 @@ def low_space(directory: Path, min_free_mb: float) -> str | None:
 
 def _free(directory: Path) -> tuple[int, int | None]:
     """Bytes and inodes that this user may still take."""
-    found = os.statvfs(directory)
+    with waiting(f"asking for the space left in {directory}", FILE_SYSTEM, limit_s=None):
+        found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
 
 

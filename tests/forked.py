@@ -14,6 +14,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -39,14 +41,37 @@ class ForkedRole(subprocess.Popen):  # type: ignore[type-arg]
         given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
         words: list[str] = given["args"][given["args"].index("areal_hpc.roles") + 1 :]
 
+        name = "-".join(words[:2])
+
         def role() -> int:
             from areal_hpc.roles.__main__ import main
 
             os.environ.update(given["env"])
+            if "HANG_ON_REQUEST" in os.environ:
+                hang_on_request(Path(words[2]), name)
             return main(words)
 
-        self.pid = fork("-".join(words[:2]), given["c2pwrite"], role)
+        self.pid = fork(name, given["c2pwrite"], role)
         self._child_created = True
+
+
+def hang_on_request(root: Path, name: str) -> None:
+    """From now on this process's calls for files below ``root`` hang as long as there is a file ``<name>.hangs`` beside
+    it, as if a server did not answer; those of the threads that it names go through."""
+    switch, calls = root.parent / f"{name}.hangs", {"open", "os.listdir", "os.rename", "os.link", "os.remove"}
+
+    def is_held() -> bool:
+        try:
+            return threading.current_thread().name not in switch.read_text().split()
+        except FileNotFoundError:
+            return False
+
+    def hang(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in calls and str(arguments[0]).startswith(f"{root}/"):
+            while is_held():
+                time.sleep(0.05)
+
+    sys.addaudithook(hang)
 
 
 def fork(name: str, output: int, main: Callable[[], int]) -> int:

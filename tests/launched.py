@@ -120,6 +120,11 @@ class Launched:
                     self.seen |= {process.pid: process for process in (child, *child.children(recursive=True))}
         return found
 
+    def hangs(self, name: str) -> Path:
+        """While this file is there, the role's file calls hang, if it was started with HANG_ON_REQUEST in its
+        environment; it may name threads whose calls do not."""
+        return self.run.root.parent / f"{name}.hangs"
+
     def records(self, kind: str) -> list[Record]:
         attempt = self.run.newest_attempt() if self.run.attempts.is_dir() else None
         return [] if attempt is None else [r for r in RecordReader(attempt.telemetry).poll() if r.kind == kind]

@@ -99,7 +99,7 @@ class DiskStore:
         self.epoch = claim_epoch(self.run, {"job": "test"})
         shape = {"config": self.config, **self.shape}
         self.reader = RingReader(self.run, self.epoch, state=state, parent=parent, poll_s=0.0, discover_s=0.0, **shape)
-        self.reader.write_start(WeightVersion(self.epoch, parent.step if parent else 0), "data")
+        self.reader.write_start(WeightVersion(self.epoch, parent.step if parent else 0), "data", {})
 
     def close(self) -> None:
         for writer in list(self.writers):

@@ -40,11 +40,13 @@ import psutil
 import yaml
 from forked import fork, preload, role_name
 
-from areal_hpc.buffer.epochs import newest_epoch, read_start
+from areal_hpc.buffer.epochs import lineage, newest_epoch, read_start
 from areal_hpc.checkpoint import PENDING_NAME
 from areal_hpc.fs import publish_json, read_json
 from areal_hpc.report import Breach, Proof, prove_run
 from areal_hpc.run_dir import RunDir
+from areal_hpc.telemetry import RecordReader
+from areal_hpc.types import WeightVersion
 
 LIMIT_S = 120.0
 """Longest wait for anything; far more than it takes on a busy machine."""
@@ -393,12 +395,24 @@ class Storm:
         steps = [0 if parent is None else parent.step for parent in parents]
         if steps != sorted(steps):
             self.outcome.failures.append(f"an attempt began at an earlier step than one before it: {steps}")
+        if self.how is not How.STAND_INS:  # those evaluate nothing
+            self.check_evaluations(last)
         deadline = time.monotonic() + 30.0
         while (alive := [one for one in self.seen.values() if lives(one)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in alive:
             self.outcome.failures.append(f"process {process.pid} ({process.name()}) outlived its run")
             process.kill()
+
+    def check_evaluations(self, last: int) -> None:
+        """The last step has its evaluation, and none of the surviving history was made twice."""
+        start = read_start(self.run, self.epoch)
+        survives = lineage(self.run, self.epoch, None if start is None else start.parent)
+        records = [r for attempt in self.run.all_attempts() for r in RecordReader(attempt.telemetry).poll()]
+        made = [WeightVersion(r.epoch, int(r.values["step"])) for r in records if r.kind == "evaluation"]
+        counts = Counter(version.step for version in made if survives(version))
+        if last not in counts or max(counts.values()) > 1:
+            self.outcome.failures.append(f"evaluations of the surviving history, and how often: {dict(counts)}")
 
     def clean_up(self) -> None:
         """Whatever happened, leave no process behind."""

@@ -1,7 +1,8 @@
 """Attempts of one run: who owns it (fencing), and which weights they have in common (lineage).
 
     ring/epochs/e00000003              created exclusively by the attempt that claims the number
-    ring/epochs/e00000003.start.json   written once by its trainer: the checkpoint it goes on from, the prompts done
+    ring/epochs/e00000003.start.json   written once by its trainer: the checkpoint it goes on from, the prompts done,
+                                       what of the checkpoint others than the trainer go on with
 
 Every attempt has a higher epoch than all before it. Whoever sees a higher epoch than its own stops: a process that
 slept through its own replacement publishes nothing and deletes nothing.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class StartRecord:
     version: WeightVersion  # the first version it serves
     consumed: Watermark  # prompt positions that need no new episode: consumed, or sealed and waiting in the ring
     fingerprint: str  # of the data set that positions refer to
+    carried: Mapping[str, Any] = field(default_factory=dict)  # JSON data for other processes of the attempt
 
 
 def _directory(run: RunDir) -> Path:
@@ -67,7 +69,7 @@ def claim_epoch(run: RunDir, owner: Mapping[str, Any], *, after: int | None = No
 def sweep(run: RunDir, epoch: int) -> None:
     """Remove the unpublished files that processes of attempts before ``epoch`` were killed over; called by the attempt
     that has claimed it, before its processes start. Others may still be after the same or a later epoch."""
-    for directory in (run.root, run.ring, make_private_directory(run.ring / "reg")):
+    for directory in (run.root, run.evaluations, run.ring, make_private_directory(run.ring / "reg")):
         sweep_temporaries(directory)
     sweep_temporaries(_directory(run), before=_claim_path(run, epoch).name)
 
@@ -108,6 +110,7 @@ def write_start(run: RunDir, epoch: int, record: StartRecord) -> None:
         "version": record.version,
         "consumed": record.consumed.state_dict(),
         "fingerprint": record.fingerprint,
+        "carried": dict(record.carried),
     }
     if not create_exclusive(_start_path(run, epoch), json.dumps(value).encode()):
         raise RunDirError(f"{_start_path(run, epoch)} exists; stop the other trainer and start the run again")
@@ -123,6 +126,7 @@ def read_start(run: RunDir, epoch: int) -> StartRecord | None:
         version=WeightVersion(*value["version"]),
         consumed=Watermark.from_state(value["consumed"]),
         fingerprint=value["fingerprint"],
+        carried=value.get("carried", {}),  # attempts of older versions had none
     )
 
 

@@ -41,7 +41,7 @@ class RingReader:
     """The trainer's end. Its construction reads everything that earlier attempts left in the ring.
 
         reader = RingReader(run, epoch, ..., state=checkpoint's, parent=checkpoint's version)
-        reader.write_start(version, fingerprint)          once
+        reader.write_start(version, fingerprint, carried) once
         reader.release(version)                           the engines have their weights: writers may begin
         ... claim, read, release, covered ...
 
@@ -101,13 +101,18 @@ class RingReader:
             del self._ledger.finished[chain]  # its files are gone, and so are its tickets
         return self._ledger.begin(self._parent.step if self._parent else 0)
 
-    def write_start(self, version: WeightVersion, fingerprint: str) -> StartRecord:
+    def write_start(self, version: WeightVersion, fingerprint: str, carried: Mapping[str, Any]) -> StartRecord:
         """Say once how this attempt begins.
+
+        Args:
+            carried: plain JSON data for the attempt's other processes.
 
         Raises:
             RunDirError: it has been said already: two trainers believe that they own this epoch.
         """
-        record = StartRecord(parent=self._parent, version=version, consumed=self._done, fingerprint=fingerprint)
+        record = StartRecord(
+            parent=self._parent, version=version, consumed=self._done, fingerprint=fingerprint, carried=carried
+        )
         write_start(self._run, self._epoch, record)
         return record
 

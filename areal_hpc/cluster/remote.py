@@ -13,6 +13,7 @@ with it the attempt; the next attempt starts new steps. A step that never starts
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, end_in_order, last_li
 from areal_hpc.cluster.owner import Machine, namesakes
 from areal_hpc.errors import AttemptFailed, ConfigError
 from areal_hpc.run_dir import AttemptDir, RunDir
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 LEAVE_S = 15.0
@@ -217,9 +220,15 @@ class RemoteLauncher:
         last = time.monotonic() + KILL_RESERVE_S
         while self._still(keys) and time.monotonic() < last:
             self._listen(POLL_S)
-        for key in self._still(keys):  # its node does not answer any more
-            del self.running[key]
+        for key in self._still(keys):
+            process = self.running.pop(key)
             self._ended.append(Ended(*key, -signal.SIGKILL))
+            log.critical(
+                "%s-%d on %s was to be killed and is not known to have ended: its node does not answer, or it hangs in "
+                "the kernel, in a call to a device or a file system that does not answer, and ends with that",
+                *key,
+                process.node,
+            )
 
     def _still(self, keys: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         """Those that run, as far as one can know: with its step a process is gone."""

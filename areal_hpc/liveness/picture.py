@@ -6,9 +6,10 @@
 
 A process *gets on* if it is heard of and has achieved something lately, or is within the time limit of a wait that is
 not for another process (a reward, loading a model). So does whoever waits for one that gets on, since any party of a
-wait may bring what is waited for. All others are *stuck*: no wait of theirs leads to anybody who gets on. The root is
-where their waits lead to: a process that is silent or has ended, that has nothing to wait for and achieves nothing,
-that waits for the file system, or a circle of processes that wait for each other.
+wait may bring what is waited for. All others are *stuck*: no wait of theirs leads to anybody who gets on. So is who
+*hangs*: a file call without an end keeps its thread from all else, whatever its other waits lead to and however long
+they may last. The root is where the waits of the stuck lead to: a process that is silent or has ended, that has nothing
+to wait for and achieves nothing, that waits for the file system, or a circle of processes that wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from areal_hpc.waits import ANYBODY, LEADER, Achieved, Wait
+from areal_hpc.waits import ANYBODY, FILE_SYSTEM, LEADER, Achieved, Wait
 
 NEEDED = ("trainer-", "evaluator-")
 """Whom a run needs to come to its end; the others serve them, and may be idle."""
@@ -50,7 +51,8 @@ class Explanation:
     root: str
     """The name of the last, or of all in the circle that the chain ends in."""
     trouble: tuple[str, ...]
-    """Who stands still though the run needs it: all that are absent, and trainers and evaluators that are stuck."""
+    """Who stands still though the run needs it: all that are absent or hang, and trainers and evaluators that are
+    stuck."""
 
     def text(self) -> str:
         return "\n<- ".join(self.chain)
@@ -76,7 +78,7 @@ def explain(seen: Sequence[Seen], quiet_s: float) -> Explanation:
 
 
 def hung_engines(seen: Sequence[Seen], quiet_s: float) -> dict[str, str]:
-    """Engines that do not get on, wait for no process, and are silent or waited for; each with a sentence.
+    """Engines that do not get on, wait for no process, and are silent, hang or are waited for; each with a sentence.
 
     An idle one is not hung, and neither is one that waits for weights, whoever should bring them.
     """
@@ -95,23 +97,32 @@ class _Picture:
         self.processes = {one.name: one for one in seen}
         self._quiet_s = quiet_s
         moving = {name for name in self.processes if self._gets_on(name)}
-        while more := {name for name in self.processes.keys() - moving if moving & {p for _, p in self.edges(name)}}:
+        free = {name for name in self.processes if self._hang_of(name) is None}
+        while more := {name for name in free - moving if moving & {p for _, p in self.edges(name)}}:
             moving |= more
         self.stuck = frozenset(self.processes.keys() - moving)
 
     def _gets_on(self, name: str) -> bool:
         """By itself, whoever else does."""
-        one = self.processes[name]
-        lately = any(thing.seconds < self._quiet_s for thing in one.achieved.values())
         within = (wait.limit_s is not None and not wait.is_overdue() for wait in self._outside(name))
-        return not self._is_away(name) and (lately or any(within))
+        can = not self._is_away(name) and self._hang_of(name) is None
+        return can and (self._has_achieved_lately(name) or any(within))
+
+    def _has_achieved_lately(self, name: str) -> bool:
+        return any(thing.seconds < self._quiet_s for thing in self.processes[name].achieved.values())
+
+    def _hang_of(self, name: str) -> Wait | None:
+        """The file call that a process hangs in; None where it still achieves something, by another thread."""
+        waits = () if self._has_achieved_lately(name) else self.processes[name].waits
+        calls = (wait for wait in waits if FILE_SYSTEM in wait.parties and wait.limit_s is None)
+        return next((call for call in calls if call.seconds >= self._quiet_s), None)
 
     def _is_away(self, name: str) -> bool:
         return self.processes[name].ended or bool(self.processes[name].absent)
 
     def is_needed(self, name: str) -> bool:
         one = self.processes[name]
-        return not one.ended and (bool(one.absent) or name.startswith(NEEDED))
+        return not one.ended and (bool(one.absent) or self._hang_of(name) is not None or name.startswith(NEEDED))
 
     def _outside(self, name: str) -> Iterator[Wait]:
         """The waits of a process for something that is no process of the run."""
@@ -125,8 +136,9 @@ class _Picture:
                 yield from ((wait, party) for party in wait.parties if party in self.processes)
 
     def keeps_waiting(self, name: str) -> bool:
-        """Whether a process is absent; or waits for no other, while others have long waited for it and nobody else."""
-        if self.processes[name].absent:
+        """Whether a process is absent or hangs; or waits for no other, while others have long waited for it and nobody
+        else."""
+        if self.processes[name].absent or self._hang_of(name) is not None:
             return True
         waits = (wait for other in self.processes for wait, _ in self.edges(other))
         is_waited_for = any(wait.parties == (name,) and wait.seconds >= self._quiet_s for wait in waits)
@@ -175,7 +187,7 @@ class _Picture:
         if one.ended or one.absent:
             return f"{name} {one.absent or 'has ended'}"
         lately = [f"{what} {thing.count:,} ({thing.seconds:.0f} s ago)" for what, thing in one.achieved.items()]
-        wait = next(self._outside(name), next(iter(one.waits), None))
+        wait = self._hang_of(name) or next(self._outside(name), next(iter(one.waits), None))
         doing = f"{name} waits for nobody" if wait is None else sentence(name, wait)
         return f"{doing}; achieved: {', '.join(lately) or 'nothing yet'}"
 

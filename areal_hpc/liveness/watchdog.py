@@ -7,9 +7,9 @@
                         of one that has joined, which is nobody's to kill here, the seat is given up (``attendance``)
         stall_s         Stalled: the launcher ends the attempt, with exit code 70
 
-Two things are trouble: a process without a sign of life, whoever waits for it; and a trainer or evaluator, without
-which no run ends, none of whose waits leads to anybody who gets on. Loading a model, an evaluation or a checkpoint is
-neither: it is a named wait within its own limit, or moves a counter. See ``liveness.picture``.
+Two things are trouble: a process without a sign of life or in a file call without an end, whoever waits for it; and a
+trainer or evaluator, without which no run ends, none of whose waits leads to anybody who gets on. Loading a model, an
+evaluation or a checkpoint is neither: it is a named wait within its own limit, or moves a counter. See ``picture``.
 """
 
 from __future__ import annotations

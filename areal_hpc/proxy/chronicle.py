@@ -25,6 +25,7 @@ from areal_hpc.fs import make_private_directory
 from areal_hpc.privacy import open_private
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.types import NOT_SAMPLED
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +122,10 @@ class Scribe:
     def write(self, session: Mapping[str, Any]) -> None:
         line = json.dumps(session).encode() + b"\n"
         try:
-            if self._fd < 0 or os.fstat(self._fd).st_size >= self._part_bytes:
-                self._next_part()
-            self._append(line)
+            with waiting(f"writing {self._directory}", FILE_SYSTEM, limit_s=None):
+                if self._fd < 0 or os.fstat(self._fd).st_size >= self._part_bytes:
+                    self._next_part()
+                self._append(line)
             self._failing = False
         except OSError as error:
             if not self._failing:

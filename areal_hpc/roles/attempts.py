@@ -35,6 +35,7 @@ from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
 from areal_hpc.roles.restarts import attempts_in_vain, goes_on
 from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
+from areal_hpc.roles.wiring.carried import wandb_id
 from areal_hpc.roles.wiring.launchers import make_launcher
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
@@ -151,7 +152,7 @@ class Attempts:
         roles = roles_of(config)
         launcher = make_launcher(config, self.run, epoch, roles)
         records = RecordReader(attempt.telemetry)
-        trackers = Trackers(open_sinks(config.telemetry, self.run))
+        trackers = Trackers(open_sinks(config.telemetry, self.run, lambda: wandb_id(self.run, epoch)))
 
         def show() -> None:
             for one in records.poll():

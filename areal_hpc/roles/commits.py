@@ -20,11 +20,10 @@ One atomic commit holds all state of the run. What is in it, and what is not and
     fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served;
                                                 ``merged``: whether adapters were part of it
     configuration                               config.yaml, its digest in state.json
-    telemetry                                   nothing: each record carries (attempt, step), so readers leave out what
-                                                was taken back. TensorBoard purges from an attempt's first step on, and
-                                                the Weights & Biases id is in trackers/, made once for all attempts
-    evaluations                                 nothing: a result is a file with (attempt, step). One is due where the
-                                                surviving history has no result, whatever died between save and result
+    evaluations asked for and not finished      state.json, ``evaluations``; a result is a file with (attempt, step)
+    which run of a tracker this is              state.json, ``trackers``: the id at Weights & Biases
+    other telemetry                             nothing: each record carries (attempt, step), so readers leave out what
+                                                was taken back. TensorBoard purges from an attempt's first step on
     KL coefficient, where it adapts             trainer.json
     critic and its moments                      critic.safetensors, critic_optimizer.safetensors, or critic_shards/
     baseline of an agent in daily use           nothing: it follows from the rewards in the records of the run so far
@@ -49,6 +48,7 @@ from areal_hpc.config.describe import dump
 from areal_hpc.fs import publish
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.carried import carried_at
 from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.roles.wiring.training import TrainerSide
 from areal_hpc.training.ranks import Ranks
@@ -135,7 +135,7 @@ class Commits:
     def _make(
         self,
         version: WeightVersion,
-        state: Mapping[str, Any],
+        trained: Mapping[str, Any],
         directory: Path,
         write: Callable[[Path], None],
         archived: Callable[[], None],
@@ -145,6 +145,7 @@ class Commits:
     ) -> Durable:
         """Rank 0's background: its own part, everybody's word, the commit, then what the commit makes superfluous."""
         process, run = self._process, self._process.run
+        state = {**trained, **carried_at(version.step, run, process.epoch, process.config)}
 
         def save(place: Path) -> None:
             write(place)

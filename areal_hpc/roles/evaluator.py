@@ -1,10 +1,11 @@
 """The evaluator: answers held-out prompts on the run's own engines whenever an evaluation is due.
 
-    due(version): at the start, each ``evaluation.every_steps`` versions, and at the last one
-    areal-hpc eval: once, by the weights that the engines were started with; there is no trainer
+    a run               at the start, each ``evaluation.every_steps`` versions, and at the last one
+    areal-hpc eval      once, by the weights that the engines were started with; there is no trainer
 
 One evaluation runs on whatever version the engines serve while it goes on; the versions that really sampled are part of
-the result. A result is a file, so an evaluation that a kill has cost is simply due again after the restart. One whose
+the result. What is due is committed with the weights (``wiring/evaluations.py``), so one that a kill has cost is due
+again after the restart. Steps between two looks are not caught up one by one: the newest stands for them. One whose
 samples have all failed is a result as well, without a reward but with the reason: a reward that is broken is no fault
 of this process, and training may go on.
 """
@@ -39,17 +40,6 @@ Answered = tuple[list[Trajectory], Exception | None]
 """One prompt's trajectories, and a failure where some of its samples have none."""
 
 
-def due(version: int, config: EvaluationConfig, total_steps: int, done: set[int]) -> int | None:
-    """The step whose evaluation is due when ``version`` is the newest, or None.
-
-    Steps between two polls are not caught up one by one: the newest due step stands for them.
-    """
-    steps = {0} if config.at_start else set()
-    steps |= set(range(config.every_steps, total_steps + 1, config.every_steps)) | {total_steps}
-    reached = max((step for step in steps if step <= version), default=None)
-    return None if reached is None or (done and max(done) >= reached) else reached
-
-
 def main(process: RoleProcess) -> int:
     os.nice(NICENESS)
     finished = asyncio.run(_watch(process))
@@ -77,11 +67,11 @@ async def _watch(process: RoleProcess) -> bool:
 async def _evaluate_all(process: RoleProcess, parts: EvaluationParts) -> None:
     config, total = process.config.evaluation, process.config.trainer.total_steps
     version = await _newer(parts, None)
-    done = parts.evaluated()
+    agenda, done = parts.agenda(), parts.evaluated()
     while True:
-        if (step := due(version, config, total, done)) is not None:
-            await _evaluate(process, parts, step)
-            done.add(step)
+        if owed := agenda.at(version, config, total, done).owed:
+            await _evaluate(process, parts, owed[-1])
+            done.add(owed[-1])
         elif version >= total:
             return
         else:

@@ -24,6 +24,7 @@ from areal_hpc.fs import read_if_listed, wait_for
 from areal_hpc.protocols import Fetch, TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.carried import agenda_of, carried_on
 from areal_hpc.roles.wiring.fleet import Run
 from areal_hpc.roles.wiring.offline import HeldOut, answers_at, keep_weights, make_offline_side
 from areal_hpc.roles.wiring.replay import last_step, make_replay_side, replay_origin
@@ -53,7 +54,8 @@ def main(process: RoleProcess) -> int:
         # Last, so that nothing draws from the random streams that it restores.
         start_step = _load(process, ranks, backend, origin)
         if side is not None:
-            side.begin(WeightVersion(process.epoch, start_step))
+            carried = carried_on(process.run, None if parent is None else parent.state)
+            side.begin(WeightVersion(process.epoch, start_step), carried)
         member = Member(process=process, ranks=ranks, backend=backend, side=side, parent=origin)
         loop = _loop(process, member, start_step)
         process.starting.close()
@@ -239,7 +241,7 @@ class Member:
         """
         evaluation = self.process.config.evaluation
         by_evaluator = evaluation.every_steps > 0 and not is_offline(self.process.config.algorithm)
-        if self.side is not None and start_step == 0 and by_evaluator and evaluation.at_start:
+        if self.side is not None and start_step == 0 and by_evaluator and self._owes_step_0():
             reader, limits = self.side.reader, self.process.config.limits
 
             def done() -> bool:
@@ -254,6 +256,11 @@ class Member:
                 hint=f"look into {self.process.attempt.log('evaluator', 0)}",
             )
         self.ranks.barrier()
+
+    def _owes_step_0(self) -> bool:
+        config = self.process.config
+        agenda = agenda_of(self.process.run, self.process.epoch)
+        return 0 in agenda.at(0, config.evaluation, config.trainer.total_steps, finished=()).owed
 
     def close(self) -> None:
         self.commits.close()

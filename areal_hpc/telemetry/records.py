@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from areal_hpc.privacy import open_private
+from areal_hpc.waits import FILE_SYSTEM, waiting
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class Recorder:
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._torn else line
         try:
-            problem = "" if os.write(self._fd, data) == len(data) else "a record was written in part"
+            with waiting(f"writing {self._path}", FILE_SYSTEM, limit_s=None):
+                problem = "" if os.write(self._fd, data) == len(data) else "a record was written in part"
         except OSError as error:
             problem = str(error)
         if problem and not self._failing:
@@ -152,12 +154,14 @@ class RecordReader:
 
     def poll(self) -> Iterator[Record]:
         """The records written since the last poll, in order within each file; stops before a torn last line."""
-        for name in sorted(os.listdir(self._directory) if self._directory.is_dir() else ()):
+        with waiting(f"listing {self._directory}", FILE_SYSTEM, limit_s=None):
+            names = os.listdir(self._directory) if self._directory.is_dir() else []
+        for name in sorted(names):
             if name.endswith(".jsonl") and (not self._roles or name.rpartition("-")[0] in self._roles):
                 yield from self._tail(name)
 
     def _tail(self, name: str) -> Iterator[Record]:
-        with (self._directory / name).open("rb") as file:  # in binary, lines end at b"\n" and nowhere else
+        with self._opened(name) as file:
             if name not in self._offsets:
                 self._offsets[name] = self._beginning(file)
             file.seek(self._offsets[name])
@@ -169,6 +173,10 @@ class RecordReader:
                     yield record
                 elif line.strip():
                     self.num_damaged += 1
+
+    def _opened(self, name: str) -> BinaryIO:
+        with waiting(f"reading {self._directory / name}", FILE_SYSTEM, limit_s=None):
+            return (self._directory / name).open("rb")  # in binary, lines end at b"\n" and nowhere else
 
     def _beginning(self, file: BinaryIO) -> int:
         """Where to start in a file seen for the first time: at a line's start."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from areal_hpc.config.schema import Sink, TelemetryConfig
 from areal_hpc.extras import optional
-from areal_hpc.fs import create_exclusive, make_private_directory
+from areal_hpc.fs import make_private_directory
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry.records import Record
 
@@ -95,11 +95,11 @@ class Trackers:
             self._sinks.remove(sink)
 
 
-def open_sinks(config: TelemetryConfig, run: RunDir) -> list[TrackerSink]:
-    """The sinks that ``config`` names, none of them opened yet."""
+def open_sinks(config: TelemetryConfig, run: RunDir, wandb_id: Callable[[], str]) -> list[TrackerSink]:
+    """The sinks that ``config`` names, none of them opened yet; ``wandb_id`` as for ``WandbSink``."""
     rows: dict[Sink, Callable[[], TrackerSink]] = {
         Sink.TENSORBOARD: lambda: TensorBoardSink(run.trackers / "tensorboard"),
-        Sink.WANDB: lambda: WandbSink(run.trackers, name=run.root.name, mode=config.wandb_mode),
+        Sink.WANDB: lambda: WandbSink(run.trackers, name=run.root.name, run_id=wandb_id, mode=config.wandb_mode),
     }
     return [rows[sink]() for sink in config.sinks]
 
@@ -135,14 +135,17 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run, offline unless ``mode`` says otherwise; every attempt goes on in the same one.
+    """A Weights & Biases run, offline unless ``mode`` says otherwise.
 
     Each kind has its own step axis, so that a repeated step after a rollback and a late evaluation are both welcome
     (wandb's own step may only grow). Configuration is not sent: a value changed on resume is refused there.
+
+    Args:
+        run_id: asked at the first number, when the attempt has said what it goes on from: the same id is the same run.
     """
 
-    def __init__(self, directory: Path, *, name: str, mode: str) -> None:
-        self._directory, self._name, self._mode = directory, name, mode
+    def __init__(self, directory: Path, *, name: str, run_id: Callable[[], str], mode: str) -> None:
+        self._directory, self._name, self._run_id, self._mode = directory, name, run_id, mode
         self._run: Any = None
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
@@ -166,12 +169,6 @@ class WandbSink:
         for kind in sorted(TRACKED):
             run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
         return run
-
-    def _run_id(self) -> str:
-        """The id that the first attempt chose and wrote down, so that a resumed run goes on in the same curves."""
-        path = self._directory / "wandb-run-id"
-        create_exclusive(path, f"{self._name}-{time.time_ns():x}".encode())
-        return path.read_text(encoding="utf-8")
 
     def close(self) -> None:
         if self._run is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -148,6 +149,24 @@ def test_an_agent_that_is_lost_ends_the_attempt_and_takes_its_roles_along(run: R
     assert [(one.name, one.code) for one in launcher.stop(20.0)] == [("trainer-1", -signal.SIGKILL)]
     role.wait(30)  # it has seen that its parent is another
     assert not second.is_running()
+
+
+def test_fault_24_one_on_a_node_that_does_not_answer_is_named_and_waited_for_no_longer(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its agent is stopped, as one that hangs in the kernel together with what it started."""
+    launcher = remote(run)
+    launcher.start(*ROLE)
+    pid_of(launcher)
+    for one in agents_of(launcher):
+        one.suspend()
+    with caplog.at_level(logging.CRITICAL):
+        launcher._end([ROLE], 0.0, lambda: False)
+    assert "trainer-1 on n1 was to be killed and is not known to have ended: its node does not answer" in caplog.text
+    assert not launcher.running
+    for one in agents_of(launcher):
+        one.resume()
+    assert [(one.name, one.code) for one in launcher.stop(20.0)] == [("trainer-1", -signal.SIGKILL)]
 
 
 def test_agents_whose_launcher_is_gone_end_all_that_they_have_started(run: RunDir) -> None:

@@ -30,6 +30,7 @@ class Point(NamedTuple):
     within: Image | None
     num_sealed: int  # promises made by then
     num_saved: int
+    num_evaluated: int
 
 
 class State(NamedTuple):
@@ -55,7 +56,8 @@ def record(seed: int = 0, *, hard_links: bool = True) -> tuple[list[Point], Prom
                 within = volume.image
                 volume.inodes = dict(before)
             promises = trial.promises
-            points.append(Point(len(points), call, before, within, len(promises.sealed), len(promises.saved)))
+            made = (len(promises.sealed), len(promises.saved), len(promises.evaluated))
+            points.append(Point(len(points), call, before, within, *made))
         return do()
 
     volume.intercept = intercept
@@ -68,11 +70,15 @@ def record(seed: int = 0, *, hard_links: bool = True) -> tuple[list[Point], Prom
 
 def states(points: Iterable[Point], promises: Promises, cuts: int, seed: int = 0) -> Iterator[State]:
     """Different states only: what was left with the same promises before is not told again."""
-    known: set[tuple[int, int, int]] = set()
+    known: set[tuple[int, int, int, int]] = set()
     for point in points:
-        made = Promises(promises.sealed[: point.num_sealed], promises.saved[: point.num_saved])
+        made = Promises(
+            promises.sealed[: point.num_sealed],
+            promises.saved[: point.num_saved],
+            promises.evaluated[: point.num_evaluated],
+        )
         for kind, image in _left_by_crash(point, cuts, seed):
-            key = (hash(tuple(tree(image).items())), point.num_sealed, point.num_saved)
+            key = (hash(tuple(tree(image).items())), point.num_sealed, point.num_saved, point.num_evaluated)
             if key not in known:
                 known.add(key)
                 yield State(point, kind, image, deepcopy(made))

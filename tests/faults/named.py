@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from faults.images import File, Image, Write, patched, tree
+from faults.images import File, Image, Write, patched, power_cut, tree
 from faults.mounted import mounted
 from faults.scenario import Trainer, Trial, Violation, Worker, group_of, without_threads
 from faults.volume import Call, Volume
@@ -101,6 +103,29 @@ def writer_that_is_restarted_behind_a_torn_record() -> None:
         seen = sorted(record.meta["ticket"] for chain in chains for record in chain.poll(last=True))
         if seen != [0, 1]:
             raise Violation(f"committed were tickets 0 and 1, readable are {seen}")
+
+
+def evaluator_that_is_killed_before_its_result_is_durable() -> None:
+    """Its result has its name, which is not synced; a checkpoint counts it as done; then no power."""
+    with mounted(volume := Volume(ROOT)), without_threads():
+        trial = Trial(ROOT)
+        trainer, workers = trial.begin()
+
+        def die(call: Call, do: Callable[..., Any]) -> Any:
+            if call.name == "fsync" and call.path == str(trainer.run.evaluations):
+                raise InterruptedError
+            return do()
+
+        volume.intercept = die
+        with suppress(InterruptedError):
+            trial.evaluator(trainer)
+        volume.intercept = lambda _, do: do()
+        assert trainer.run.evaluated_steps() == {0}
+        _train(trainer, workers, until=2)
+        images = [power_cut(volume.image, Random(seed)) for seed in range(20)]
+    for image in images:
+        with mounted(Volume(ROOT, image)), without_threads():
+            Trial(ROOT, deepcopy(trial.promises)).attempt()
 
 
 def flipped_bits() -> None:

@@ -1,12 +1,13 @@
-"""A run without models, processes or clocks: ring and checkpoints of the product, driven by one thread.
+"""A run without models, processes or clocks: ring, checkpoints and evaluations of the product, driven by one thread.
 
     trial = Trial(root)
     trial.attempt(until=5)      claim an epoch, resume, write, roll, seal, train, release, checkpoint, reclaim, prune
     trial.attempt()             the next attempt resumes, and goes on to the end of the prompts
 
 The "model" is the list of positions it was trained on, kept in its checkpoints as real weights are. What the run has
-promised (a group whose commit returned, a checkpoint that was reported) is kept in ``Promises``, outside of the volume;
-whatever breaks a promise, trains a position twice or never, or trains on other tokens than were sealed is a Violation.
+promised (a group whose commit returned, a checkpoint or an evaluation that was reported) is kept in ``Promises``,
+outside of the volume; whatever breaks a promise, trains a position twice or never, trains on other tokens than were
+sealed, or evaluates weights twice or never is a Violation.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.chain import ChainWriter
-from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage, load_lineage, sweep
+from areal_hpc.buffer.epochs import check_fence, claim_epoch, lineage, load_lineage, read_start, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.writer import RingWriter
-from areal_hpc.config.schema import BufferConfig
+from areal_hpc.config.schema import BufferConfig, EvaluationConfig
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.fs import read_json
+from areal_hpc.fs import publish_json, read_json
 from areal_hpc.patience import PASSING, naming
+from areal_hpc.roles.wiring.carried import agenda_of, carried_at, carried_on
+from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, GroupRef, StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
@@ -42,6 +47,7 @@ CAPACITY = (MAX_STALENESS + 1) * GROUPS
 POSITIONS = 18
 CHECKPOINT_STEPS = 2
 KEEP = 2
+EVALUATE_STEPS = 4
 NEVER_S = 1e6
 CONFIG = BufferConfig(max_staleness=MAX_STALENESS, segment_mb=1800 / (1 << 20), commit_s=NEVER_S)
 """Segments of a commit or two, so that they roll and are reclaimed all the time."""
@@ -62,6 +68,12 @@ def is_filtered(position: int) -> bool:
 
 
 TRAINABLE = [position for position in range(POSITIONS) if not is_filtered(position)]
+TOTAL_STEPS = -(-len(TRAINABLE) // GROUPS)
+SETTINGS: Any = SimpleNamespace(
+    evaluation=EvaluationConfig(every_steps=EVALUATE_STEPS), trainer=SimpleNamespace(total_steps=TOTAL_STEPS)
+)
+EVALUATED = {*range(0, TOTAL_STEPS, EVALUATE_STEPS), TOTAL_STEPS}
+"""Steps whose weights are to be evaluated, once each: here the evaluator keeps up with the trainer."""
 
 
 @dataclass(slots=True)
@@ -72,6 +84,8 @@ class Promises:
     """Position and newest weights of every group whose commit returned."""
     saved: list[WeightVersion] = field(default_factory=list)
     """Checkpoints whose write returned."""
+    evaluated: list[WeightVersion] = field(default_factory=list)
+    """Weights whose evaluation has a result that was published."""
 
 
 def borne(call: Callable[[], None]) -> bool:
@@ -201,7 +215,8 @@ class Trainer:
             discover_s=0.0,
         )
         self.step = 0 if parent is None else parent.step
-        start = self.reader.write_start(self.version, "data")
+        carried = carried_on(run, None if found is None else found.state)
+        start = self.reader.write_start(self.version, "data", carried)
         self._check_sealed(start.consumed, lineage(run, self.epoch, parent))
         self.reader.release(self.version)
 
@@ -252,7 +267,7 @@ class Trainer:
     def save(self) -> None:
         if self.version in self._promises.saved:
             return
-        state = {"ring": self.reader.state_dict()}
+        state = {"ring": self.reader.state_dict(), **carried_at(self.step, self.run, self.epoch, SETTINGS)}
         checkpoint.write(
             self.run, self.version, self.write_model, state, still_leader=lambda: check_fence(self.run, self.epoch)
         )
@@ -264,6 +279,29 @@ class Trainer:
         path = directory / "model.json"
         with naming(path):
             path.write_text(str(self.model), encoding="ascii")
+
+
+class Evaluator:
+    """Publishes the result of whatever is due, by what its attempt began with."""
+
+    def __init__(self, run: RunDir, epoch: int, promises: Promises) -> None:
+        self._run, self._epoch, self._promises = run, epoch, promises
+        self._agenda, self._done = agenda_of(run, epoch), set(results(run, epoch))
+        if lost := {version.step for version in self._promised()} - self._done:
+            raise Violation(f"the evaluations of steps {sorted(lost)} had a result and are lost")
+
+    def _promised(self) -> list[WeightVersion]:
+        start = read_start(self._run, self._epoch)
+        assert start is not None
+        return [one for one in self._promises.evaluated if lineage(self._run, self._epoch, start.parent)(one)]
+
+    def move(self, step: int) -> None:
+        for due in self._agenda.at(step, SETTINGS.evaluation, TOTAL_STEPS, self._done).owed:
+            if any(version.step == due for version in self._promised()):
+                raise Violation(f"the weights of step {due} are evaluated twice")
+            publish_json(self._run.evaluation(due), {"epoch": self._epoch, "step": due})
+            self._done.add(due)
+            self._promises.evaluated.append(WeightVersion(self._epoch, due))
 
 
 class Trial:
@@ -293,6 +331,7 @@ class Trial:
             Violation: see the module.
         """
         trainer, workers = self.begin()
+        evaluator = self.evaluator(trainer)
         idle = 0
         while len(trainer.consumed()) < POSITIONS and (until is None or trainer.step < until):
             if trainer.step == replace_at:
@@ -302,6 +341,8 @@ class Trial:
                 worker.move(self._rng)
             self._acting("trainer")
             idle = 0 if trainer.move() else idle + 1
+            self._acting("evaluator")
+            evaluator.move(trainer.step)
             if idle > IDLE_ROUNDS:
                 raise Violation(f"stuck at step {trainer.step}: {trainer.reader.waiting_for()}")
         if until is None:
@@ -311,6 +352,12 @@ class Trial:
         self._acting("trainer")
         self.trainer = trainer = Trainer(RunDir.create(self.root), self.promises)
         return trainer, [self.worker(trainer, slot) for slot in range(NUM_SLOTS)]
+
+    def evaluator(self, trainer: Trainer) -> Evaluator:
+        self._acting("evaluator")
+        made = Evaluator(trainer.run, trainer.epoch, self.promises)
+        made.move(trainer.step)
+        return made
 
     def worker(self, trainer: Trainer, slot: int) -> Worker:
         self._acting(f"writer {slot}")
@@ -337,6 +384,8 @@ class Trial:
         model = read_json(found.path / "model.json")
         if sorted(model) != TRAINABLE:
             raise Violation(f"trained on {sorted(model)}, not once on each of {TRAINABLE}")
+        if missing := EVALUATED - results(trainer.run, trainer.epoch).keys():
+            raise Violation(f"steps {sorted(missing)} were to be evaluated, and are not")
         if self._tidy:
             self._check_litter(trainer.epoch)
 

@@ -4,7 +4,9 @@ trainer-1 stopped       fault 47: a rank that skips a collective, as its peer se
 generator-0 stopped     an engine that does not answer
 rollout-0 stopped       nobody fills the ring
 evaluator-0 stopped     nobody waits for it yet, but no run ends without it
-the ring's directory    a file of it hangs when it is opened, as on a server that does not answer: the run ends with 70
+their files             trainer, worker, evaluator hang in a call while their hearts beat, as where one of several
+                        servers does not answer; an engine with its heart, as where none does
+the ring's directory    a file of it hangs when it is opened: the run ends with 70
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -32,14 +36,19 @@ BLOCKED = {"trainer-1": "<- ", "generator-0": "<- ", "rollout-0": "<- ", "evalua
 
 
 @pytest.mark.long
-def test_fault_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(tmp_path: Path) -> None:
+def test_fault_24_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "tiny"
     make_model(model, "qwen3", 1, hidden_size=32, intermediate_size=48, initializer_range=0.06)
+    monkeypatch.setenv("HANG_ON_REQUEST", "yes")
     with launched(tmp_path, model, *WORDS) as started:
         started.wait_for_step(1)
         roles = started.roles()
         for name, before in BLOCKED.items():
-            block_for_a_while(started, name, roles[name], before)
+            stop_for_a_while(started, name, roles[name], before)
+        for name in ("trainer-0", "rollout-0", "evaluator-0", "generator-0"):
+            let_files_hang_for_a_while(started, name)
         block_the_ring(started)
         until("the worker to be named", lambda: "at rollout-0: trainer-0 waits for rollout-0: a batch" in started.text)
         told = command("why", started.run.root).stdout
@@ -57,16 +66,32 @@ def test_fault_41_47_whoever_is_blocked_is_named_and_one_that_stays_so_ends_the_
     assert "in read_control" in stack, "the stack does not show where it hangs"
 
 
-def block_for_a_while(started: Launched, name: str, process: psutil.Process, before: str) -> None:
+def stop_for_a_while(started: Launched, name: str, process: psutil.Process, before: str) -> None:
+    silent = rf"{before}{name} has given no sign of life for \d+ s; process {process.pid} on .* is stopped by a signal"
+    named_for_a_while(started, name, silent, process.suspend, process.resume)
+
+
+def let_files_hang_for_a_while(started: Launched, name: str) -> None:
+    """Its calls for files of the run hang; but for an engine's, its heart goes on beating."""
+    beats = not name.startswith("generator")
+    hangs = rf"{name} waits for the file system: \w+ing .*{re.escape(str(started.run.root))}/"
+    switch = started.hangs(name)
+    block = partial(switch.write_text, "heartbeat" if beats else "")
+    named_for_a_while(started, name, hangs if beats else f"{name} has given no sign of life", block, switch.unlink)
+
+
+def named_for_a_while(
+    started: Launched, name: str, sentence: str, block: Callable[[], object], let_go: Callable[[], object]
+) -> None:
+    """What ``block`` does to a role is told within 30 s, all show what they do, and then the run gets on."""
     stacks = {path: path.stat().st_size for path in started.run.attempt(1).stacks.glob("*.txt")}
     seen = len(started.text)
-    process.suspend()
     began = time.monotonic()
+    block()
     until(f"{name} to be named", lambda: f"at {name}: " in started.text[seen:])
     assert time.monotonic() - began < 30.0
-    silent = rf"{before}{name} has given no sign of life for \d+ s; process {process.pid} on .* is stopped by a signal"
-    assert re.search(silent, started.text[seen:]), started.text[seen:]
-    process.resume()
+    assert re.search(sentence, started.text[seen:]), started.text[seen:]
+    let_go()
     until("the run to get on", lambda: "the run gets on again" in started.text[seen:])
     until("stacks of all", lambda: all(path.stat().st_size > size for path, size in stacks.items()))
     assert len(stacks) == 5

@@ -80,6 +80,7 @@ def killer(mutant: mutants.Mutant, calls: set[str]) -> Exception | None:
         ("PUBLISH_IN_PLACE", {"write"}),
         ("CHECKPOINT_IN_PLACE", {"write"}),
         ("RECLAIM_WHAT_WAS_TRAINED", {"create"}),
+        ("COMMIT_WITHOUT_WHAT_IS_OWED", {"create"}),
     ],
 )
 def test_without_this_step_some_crash_does_harm(name: str, calls: set[str]) -> None:
@@ -97,10 +98,11 @@ def test_chain_names_that_come_back_do_harm_without_a_crash() -> None:
         (named.trainer_that_sleeps_through_its_replacement, mutants.FENCE_BEFORE_THE_WRITE),
         (named.writer_that_was_taken_for_dead, mutants.NO_DEDUPE),
         (named.writer_that_is_restarted_behind_a_torn_record, mutants.APPEND_TO_THE_OLD_CHAIN),
+        (named.evaluator_that_is_killed_before_its_result_is_durable, mutants.NO_SYNC_OF_RESULTS),
         (named.flipped_bits, mutants.NO_CHECKSUM),
         (named.flipped_bits, mutants.NO_CHECKSUM_OF_BODIES),
     ],
-    ids=["fence", "dedupe", "new chain", "checksum", "checksum of bodies"],
+    ids=["fence", "dedupe", "new chain", "results", "checksum", "checksum of bodies"],
 )
 def test_a_scenario_made_for_a_step_passes_with_it_and_fails_without_it(
     scenario: named.Scenario, mutant: mutants.Mutant

@@ -82,7 +82,7 @@ class Run:
             **resume,
         )
         version = WeightVersion(epoch, checkpoint[1].step if checkpoint else 0)
-        reader.write_start(version, "data")
+        reader.write_start(version, "data", {})
         reader.release(version)
         for slot in range(NUM_SLOTS):
             self.start(epoch, slot)

@@ -85,6 +85,24 @@ class Person:
         until(f"step {until_step}", reached)
 
 
+@pytest.mark.long
+def test_fault_24_a_service_that_hangs_in_a_file_call_is_named_though_nothing_waits_for_it_and_ends_the_attempt(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heart of its process beats, and the trainer may wait for agents as long as it likes."""
+    monkeypatch.setenv("HANG_ON_REQUEST", "yes")
+    limits = ("limits.quiet_s=3", "limits.stall_s=7", "limits.stop_s=5", "limits.attempts=0")
+    with launched(tmp_path, model, *NO_RULE, *limits, command="serve") as started:
+        person = Person(started)
+        started.hangs("rollout-0").write_text("heartbeat")
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            person.episode()
+        assert started.wait(limit_s=60.0) == 70, started.text
+        assert started.left_over() == []
+    hung = rf"at rollout-0:\n.*\n<- rollout-0 waits for the file system: \w+ing {started.run.root}/"
+    assert re.search(hung, started.text), started.text
+
+
 def test_a_run_learns_from_whoever_uses_its_model_through_a_kill_a_stop_and_a_resume(
     tmp_path: Path, model: Path
 ) -> None:

@@ -21,6 +21,7 @@ from areal_hpc.config.schema import CheckpointConfig
 from areal_hpc.errors import Fenced, RoleDied, WaitTimeout
 from areal_hpc.fs import publish_json
 from areal_hpc.roles.commits import Commits
+from areal_hpc.roles.wiring.carried import carried_on, wandb_id
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import WeightVersion
@@ -89,7 +90,10 @@ class World:
         if ranks.leads:
             claim_epoch(self.run, {})
             start = WeightVersion(1, 0)
-            write_start(self.run, 1, StartRecord(parent=None, version=start, consumed=Watermark(), fingerprint="f"))
+            record = StartRecord(
+                parent=None, version=start, consumed=Watermark(), fingerprint="f", carried=carried_on(self.run, None)
+            )
+            write_start(self.run, 1, record)
         self.commits = Commits(process=process, ranks=ranks, backend=self.backend, side=side)  # type: ignore[arg-type]
         self.process = process
 
@@ -133,7 +137,9 @@ def test_the_state_says_all_that_a_resumed_run_needs(world: World) -> None:
     world.commits.begin(0, weights=11)
     world.commits.settle(wait=True)
     found = verify(world.path(0))
-    assert sorted(found.state) == ["config", "merged", "prompts", "ring", "weights"]
+    assert sorted(found.state) == ["config", "evaluations", "merged", "prompts", "ring", "trackers", "weights"]
+    assert found.state["evaluations"] == {"through": 0, "owed": [0]}
+    assert found.state["trackers"] == {"wandb": wandb_id(world.run, 1)}
     assert (found.state["prompts"], found.state["weights"], found.layout) == ({"rows": 7}, 11, {"ranks": 1})
     assert found.state["merged"] is False
     assert (world.path(0) / "config.yaml").read_text() == dump(world.config)

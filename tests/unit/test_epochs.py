@@ -50,7 +50,11 @@ def test_of_many_claims_at_once_each_gets_its_own(run: RunDir) -> None:
 
 def test_a_start_record_is_written_once(run: RunDir) -> None:
     record = StartRecord(
-        parent=WeightVersion(1, 20), version=WeightVersion(2, 20), consumed=Watermark(5, [7]), fingerprint="abc"
+        parent=WeightVersion(1, 20),
+        version=WeightVersion(2, 20),
+        consumed=Watermark(5, [7]),
+        fingerprint="abc",
+        carried={"evaluations": {"through": 20, "owed": [20]}},
     )
     assert read_start(run, 2) is None
     claim_epoch(run, {})
@@ -103,6 +107,7 @@ def test_what_killed_processes_were_publishing_is_swept_and_what_others_publish_
     assert claim_epoch(run, {}) == 1 and claim_epoch(run, {}) == 2
     gone = [run.root / ".config.yaml.17.0123abcd.tmp", run.ring / ".CONTROL.json.17.0123abcd.tmp"]
     gone += [run.ring / "epochs" / ".e00000001.start.json.17.0123abcd.tmp"]
+    gone += [run.evaluations / ".step-00000010.json.17.0123abcd.tmp"]
     stays = [run.ring / "epochs" / f".e0000000{epoch}.17.0123abcd.tmp" for epoch in (2, 3)]
     stays += [run.root / ".bashrc", run.root / "notes.tmp"]
     for path in (*gone, *stays):

@@ -1,4 +1,4 @@
-"""Which evaluation is due, what its result says, and that the evaluator ends when the last one has its result."""
+"""Which evaluation is made next, what its result says, and that the evaluator ends when the last one has its result."""
 
 from __future__ import annotations
 
@@ -23,43 +23,23 @@ from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.fs import read_json
 from areal_hpc.protocols import Episode, Workflow
 from areal_hpc.roles import evaluator
-from areal_hpc.roles.evaluator import _answer_all, _result, due
+from areal_hpc.roles.evaluator import _answer_all, _result
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts
+from areal_hpc.roles.wiring.evaluations import Agenda
 from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GenerationRequest, Prompt, StopReason, Trajectory
 
 
-@pytest.mark.parametrize(
-    ("version", "every", "at_start", "done", "expected"),
-    [
-        (0, 5, True, set(), 0),
-        (0, 5, False, set(), None),
-        (0, 5, True, {0}, None),
-        (4, 5, True, {0}, None),
-        (5, 5, True, {0}, 5),
-        (7, 5, True, {0}, 5),
-        (7, 5, True, {0, 5}, None),
-        (19, 5, True, {0}, 15),  # the newest stands for those that were missed
-        (22, 5, True, {0, 15}, 22),  # the last step is due whatever every_steps says
-        (22, 5, True, {0, 20}, 22),
-        (22, 5, True, {22}, None),
-        (22, 100, False, set(), 22),
-        (30, 5, True, {0, 25}, None),  # total_steps was lowered below what is evaluated
-        (30, 5, True, {0, 20}, 22),
-    ],
-)
-def test_due(version: int, every: int, at_start: bool, done: set[int], expected: int | None) -> None:
-    config = EvaluationConfig(every_steps=every, at_start=at_start)
-    assert due(version, config, 22, done) == expected
-
-
 class Parts:
-    """The engines' version, one after the other, and what was evaluated before."""
+    """The engines' version, one after the other, what was owed in the beginning and what was evaluated before."""
 
-    def __init__(self, versions: list[int | None], done: set[int]) -> None:
-        self.versions, self.done = versions, done
+    def __init__(self, versions: list[int | None], agenda: Agenda, done: set[int]) -> None:
+        self.versions, self.start, self.done = versions, agenda, done
+
+    def agenda(self) -> Agenda:
+        return self.start
 
     def newest_version(self) -> int | None:
         return self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
@@ -86,17 +66,24 @@ class Process:
 
 
 @pytest.mark.parametrize(
-    ("versions", "done", "expected"),
+    ("versions", "agenda", "done", "expected"),
     [
-        ([None, 0, 1, 2, 3, 4, 5, 6], set(), [0, 2, 4, 6]),
-        ([0, 3, 6], set(), [0, 2, 6]),
-        ([6], {0, 2, 4}, [6]),  # C20: the run ended between its last step and its last evaluation
-        ([6], {0, 6}, []),
-        ([9], {0, 8}, []),  # total_steps was lowered after step 8: nothing is due, and nothing is waited for
+        ([None, 0, 1, 2, 3, 4, 5, 6], Agenda(), set(), [0, 2, 4, 6]),
+        ([0, 3, 6], Agenda(), set(), [0, 2, 6]),
+        ([0, 5, 6], Agenda(), {0}, [4, 6]),  # the newest stands for those that were missed
+        ([6], Agenda(through=6, owed=(6,)), {0, 2, 4}, [6]),  # the run ended between its last step and its evaluation
+        ([6], Agenda(through=6), set(), []),
+        ([4, 5, 6], Agenda(through=4, owed=(2, 4)), {0}, [4, 6]),
+        ([6], Agenda(), {0, 6}, []),
+        ([9], Agenda(), {0, 8}, []),  # total_steps was lowered after step 8: nothing is due, and nothing is waited for
     ],
 )
 def test_C20_the_evaluator_makes_up_what_is_due_and_ends(
-    versions: list[int | None], done: set[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    versions: list[int | None],
+    agenda: Agenda,
+    done: set[int],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evaluated = []
 
@@ -106,7 +93,7 @@ def test_C20_the_evaluator_makes_up_what_is_due_and_ends(
     monkeypatch.setattr(evaluator, "_evaluate", evaluate)
     monkeypatch.setattr(evaluator, "POLL_S", 0.0)
     process: Any = Process(Settings(EvaluationConfig(every_steps=2), Trainer(6)))
-    parts: Any = Parts(versions, done)
+    parts: Any = Parts(versions, agenda, done)
     asyncio.run(asyncio.wait_for(evaluator._evaluate_all(process, parts), timeout=10))
     assert evaluated == expected
 
@@ -133,6 +120,7 @@ def parts_of(engine: Engine, records: Records, num_prompts: int = 6, **parts: An
         prompts=[stream.next() for _ in range(num_prompts)],
         episodes=EpisodeRunner(**knobs | parts),
         newest_version=lambda: 0,
+        agenda=Agenda,
         evaluated=set,
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.errors import DataError
-from areal_hpc.roles.wiring.offline import is_due
+from areal_hpc.roles.wiring.evaluations import is_asked_for
 from areal_hpc.types import Drop, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark
 
@@ -115,4 +115,4 @@ def test_evaluations_are_due_at_the_start_each_so_many_steps_and_at_the_end(
     every: int, at_start: bool, due: list[int]
 ) -> None:
     config = EvaluationConfig(every_steps=every, at_start=at_start)
-    assert [step for step in range(6) if is_due(step, config, 5)] == due
+    assert [step for step in range(6) if is_asked_for(step, config, 5)] == due

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.liveness.picture import Seen, explain
+from areal_hpc.liveness.picture import Seen, explain, hung_engines
 from areal_hpc.waits import ANYBODY, FILE_SYSTEM, REWARD_PROCESS, Achieved, Wait
 
 QUIET_S = 25.0
@@ -107,6 +107,48 @@ def test_a_file_system_that_takes_long_is_told_before_it_is_a_stall() -> None:
     told = explain([seen("generator-0", IDLE, moved={"tokens": 4.0}), rollout, seen("trainer-0", BATCH)], QUIET_S)
     assert (told.trouble, told.root) == ((), "rollout-0")
     assert "rollout-0 waits for the file system: reading ring/CONTROL.json (3 s)" in told.chain[-1]
+
+
+HUNG = wait("reading ring/CONTROL.json", FILE_SYSTEM)
+BUSY = seen("trainer-0", moved={"steps trained": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("victim", "others"),
+    [
+        pytest.param(seen("rollout-1", TICKET, HUNG), [BUSY], id="a worker whose peers go on"),
+        pytest.param(seen("evaluator-0", wait("newer weights", "trainer-0"), HUNG), [BUSY], id="the evaluator"),
+        pytest.param(seen("generator-1", IDLE, HUNG), [BUSY], id="an engine that nobody asks"),
+        pytest.param(seen("trainer-0", BATCH, HUNG), [seen("rollout-0", TICKET, moved={"turns": 2.0})], id="a trainer"),
+        pytest.param(
+            seen("rollout-0", wait("an agent to finish", "an agent", limit_s=9e9), HUNG), [BUSY], id="an agent service"
+        ),
+        pytest.param(
+            seen("trainer-0", wait("writing the checkpoint of step 8", seconds=90.0, limit_s=1800.0), HUNG),
+            [seen("rollout-0", moved={"turns": 2.0})],
+            id="beside work within its limit",
+        ),
+    ],
+)
+def test_fault_24_who_hangs_in_a_file_call_is_trouble_whatever_else_it_waits_for(
+    victim: Seen, others: list[Seen]
+) -> None:
+    told = explain([*others, victim], QUIET_S)
+    assert (told.trouble, told.root) == ((victim.name,), victim.name)
+    assert f"{victim.name} waits for the file system: reading ring/CONTROL.json (40 s)" in told.chain[-1]
+    engines = hung_engines([*others, victim], QUIET_S)
+    assert engines.keys() == ({victim.name} if victim.name.startswith("generator") else set())
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param({"moved": {"turns": 3.0}}, id="another thread gets on"),
+        pytest.param({"ended": True}, id="it has ended since"),
+    ],
+)
+def test_a_slow_disk_stops_nobody_who_gets_on(lives: Mapping[str, Any]) -> None:
+    assert explain([BUSY, seen("rollout-0", TICKET, HUNG, **lives)], QUIET_S).trouble == ()
 
 
 def test_a_circle_is_named_as_such() -> None:

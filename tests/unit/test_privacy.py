@@ -117,7 +117,7 @@ def work(run: RunDir, epoch: int) -> None:
     shape = {"num_slots": 1, "config": RING, "capacity": 4, "poll_s": 0}
     reader = RingReader(run, epoch, **shape, discover_s=0, state=state, parent=parent)
     version = WeightVersion(epoch, parent.step if parent else 0)
-    reader.write_start(version, "data")
+    reader.write_start(version, "data", {})
     reader.release(version)
     writer = RingWriter(run, epoch, **shape, slot=0, fence_s=0)
     reader.claim(1, version)

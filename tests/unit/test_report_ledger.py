@@ -57,7 +57,7 @@ class Attempt:
             discover_s=0.0,
         )
         self.version = WeightVersion(self.epoch, 0 if parent is None else parent.version.step)
-        done = self.reader.write_start(self.version, "data").consumed
+        done = self.reader.write_start(self.version, "data", {}).consumed
         self.journal = Journal(run, self.epoch)
         self.writer = RingWriter(run, self.epoch, slot=0, num_slots=1, config=config, capacity=2 * GROUPS, poll_s=0.0)
         self.reader.release(self.version)

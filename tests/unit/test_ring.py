@@ -45,7 +45,7 @@ def new_reader(run: RunDir, **resume: Any) -> RingReader:
     epoch = claim_epoch(run, {})
     reader = RingReader(run, epoch, num_slots=1, config=CONFIG, capacity=CAPACITY, poll_s=0, discover_s=0, **resume)
     step = resume["parent"].step if resume else 0
-    reader.write_start(WeightVersion(epoch, step), "data")
+    reader.write_start(WeightVersion(epoch, step), "data", {})
     reader.release(WeightVersion(epoch, step))
     return reader
 

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import stat
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.report.progress import Progress
-from areal_hpc.telemetry import Record, Recorder, RecordReader
+from areal_hpc.telemetry import Record, Recorder, RecordReader, records
 from areal_hpc.telemetry.records import ENVELOPE, from_line, to_line
 
 
@@ -74,7 +76,7 @@ def test_a_name_of_the_envelope_is_our_own_mistake(tmp_path: Path) -> None:
 def test_spans_join_the_next_record_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = open_recorder(tmp_path)
     ticks = iter([10.0, 12.0, 20.0, 23.0, 30.0, 31.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: next(ticks), time=time.time))
     with recorder.span("train"):
         pass
     with recorder.span("train"):

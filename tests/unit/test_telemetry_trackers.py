@@ -105,9 +105,10 @@ def test_without_sinks_there_is_no_thread() -> None:
 
 def test_the_configuration_names_the_sinks(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
-    kinds = [type(sink) for sink in open_sinks(TelemetryConfig(sinks=(Sink.WANDB, Sink.TENSORBOARD)), run)]
-    assert kinds == [WandbSink, TensorBoardSink]
-    assert open_sinks(TelemetryConfig(), run) == []
+    both = TelemetryConfig(sinks=(Sink.WANDB, Sink.TENSORBOARD))
+    sinks = open_sinks(both, run, lambda: pytest.fail("no attempt has begun yet"))
+    assert [type(sink) for sink in sinks] == [WandbSink, TensorBoardSink]
+    assert open_sinks(TelemetryConfig(), run, str) == []
     assert not run.trackers.exists(), "nothing is opened before the first number"
 
 
@@ -168,7 +169,7 @@ class FakeWandb(ModuleType):
 
 
 def wandb_sink(directory: Path) -> WandbSink:
-    return WandbSink(directory / "trackers", name="my-run", mode="offline")
+    return WandbSink(directory / "trackers", name="my-run", run_id=lambda: "my-run-7", mode="offline")
 
 
 def test_J9_wandb_that_cannot_be_opened_is_off(
@@ -197,8 +198,7 @@ def test_C15_every_attempt_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeyp
     for _ in range(2):
         follow_all([wandb_sink(tmp_path)], [record("step", step=4, loss=2.0)])
     first, second = fake.opened
-    assert first["id"] == second["id"]
-    assert first["id"].startswith("my-run-")
+    assert first["id"] == second["id"] == "my-run-7"
     assert (first["mode"], first["resume"], first["dir"]) == ("offline", "allow", str(tmp_path / "trackers"))
     assert "config" not in first
     assert fake.logged[0] == {"step/step": 4, "step/loss": 2.0}

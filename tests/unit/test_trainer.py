@@ -16,11 +16,9 @@ from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.config.load import load
 from areal_hpc.errors import CheckpointError
-from areal_hpc.fs import publish_json
 from areal_hpc.journal import Journal
 from areal_hpc.roles import trainer
 from areal_hpc.roles.trainer import Member
-from areal_hpc.roles.wiring.evaluations import results
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.rng import restore_rng, rng_state
@@ -49,7 +47,8 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
     begin(run, None)
     saved = rng_state(torch.device("cpu"))
     expected = draw()
-    state = {"config": "", "weights": 5, "prompts": {}, "ring": {}}
+    state: dict[str, Any] = {"config": "", "weights": 5, "prompts": {}, "ring": {}}
+    state |= {"trackers": {"wandb": "the run"}, "evaluations": {"through": 20, "owed": [20]}}
     checkpoint.write(run, WeightVersion(1, 20), lambda _: None, state)
     claim_epoch(run, {})
     order, drawn = [], []
@@ -88,12 +87,16 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         drawn.extend(draw())
         return True
 
+    def start(version: WeightVersion, carried: dict[str, Any]) -> None:
+        order.append(f"start {version.step}")
+        assert carried == {"trackers": {"wandb": "the run"}, "evaluations": {"through": 20, "owed": [20]}}
+
     side = SimpleNamespace(
         reader=Reader(),
         fleet=Fleet(),
         identity={},
         journal=Journal(run, 2),
-        begin=lambda version: order.append(f"start {version.step}"),
+        begin=start,
         archiver=None,
     )
     monkeypatch.setattr(trainer, "join_ranks", lambda _: Ranks())
@@ -149,21 +152,3 @@ def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_tok
     else:
         with pytest.raises(CheckpointError, match=r"loaded from step-00000020\.e00000001 are not"):
             member.publish(version, lambda: iter(()))
-
-
-def test_C20_an_evaluation_of_what_was_taken_back_is_due_again(tmp_path: Path) -> None:
-    """Attempt 1 evaluated 10, 20 and 30. Attempt 2 went back to 10 and evaluated 20; attempt 3 went on from 25 of it,
-    where 20 is known by attempt 2's result only, and 30 by none that counts."""
-    run = RunDir.create(tmp_path / "run")
-    begin(run, None)
-    for step in (0, 10, 20, 30):
-        publish_json(run.evaluation(step), {"epoch": 1, "step": step})
-    assert set(results(run, 1)) == {0, 10, 20, 30}
-    begin(run, WeightVersion(1, 10))
-    assert set(results(run, 2)) == {0, 10}
-    publish_json(run.evaluation(20), {"epoch": 2, "step": 20})
-    assert set(results(run, 2)) == {0, 10, 20}
-    begin(run, WeightVersion(2, 25))
-    assert set(results(run, 3)) == {0, 10, 20}
-    begin(run, WeightVersion(2, 15))
-    assert set(results(run, 4)) == {0, 10}

@@ -20,8 +20,9 @@ from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.agents import make_workflow
+from areal_hpc.roles.wiring.carried import agenda_of
 from areal_hpc.roles.wiring.engines import make_router
-from areal_hpc.roles.wiring.evaluations import results
+from areal_hpc.roles.wiring.evaluations import Agenda, results
 from areal_hpc.roles.wiring.online import make_online
 from areal_hpc.rollout.episodes import EpisodeRunner, Record
 from areal_hpc.rollout.online import OnlineRunner
@@ -190,6 +191,8 @@ class EvaluationParts:
     episodes: EpisodeRunner
     newest_version: Callable[[], int | None]
     """Optimizer steps behind the weights that this attempt's engines serve; None before the first."""
+    agenda: Callable[[], Agenda]
+    """What was owed as the attempt began; asked once there is a version."""
     evaluated: Callable[[], set[int]]
     """Steps that need no evaluation any more; asked once there is a version."""
 
@@ -219,6 +222,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
                     prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
                     episodes=episodes,
                     newest_version=lambda: _newest_version(process),
+                    agenda=lambda: agenda_of(process.run, process.epoch),
                     evaluated=lambda: set(results(process.run, process.epoch)),
                 )
     finally:

@@ -13,12 +13,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from areal_hpc.buffer.epochs import StartRecord, write_start
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.config.recipes import recipe_of
-from areal_hpc.config.schema import Config, EvaluationConfig
+from areal_hpc.config.schema import Config
 from areal_hpc.dialogue.demonstration import conversations_of, group_of
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.errors import DataError
@@ -35,6 +36,7 @@ from areal_hpc.prompts import (
 )
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
+from areal_hpc.roles.wiring.evaluations import is_asked_for
 from areal_hpc.roles.wiring.fleet import NoEngines, Run
 from areal_hpc.roles.wiring.training import TrainerSide
 from areal_hpc.training.batching import pack
@@ -68,11 +70,11 @@ def make_offline_side(process: RoleProcess, parent: Checkpoint | None, _: Run) -
         check_identity(parent.state["prompts"], identity)
     state = None if parent is None else parent.state["ring"]
 
-    def begin(version: WeightVersion) -> None:
+    def begin(version: WeightVersion, carried: Mapping[str, Any]) -> None:
         consumed = Watermark() if state is None else Watermark.from_state(state["consumed"])
         own = None if parent is None else parent.version
         fingerprint = str(identity["fingerprint"])
-        record = StartRecord(parent=own, version=version, consumed=consumed, fingerprint=fingerprint)
+        record = StartRecord(parent=own, version=version, consumed=consumed, fingerprint=fingerprint, carried=carried)
         write_start(process.run, process.epoch, record)
 
     return TrainerSide(
@@ -109,13 +111,6 @@ def check_answers(config: Config) -> None:
         make(prompt_of(dataset, prompts, 0, 0))
 
 
-def is_due(step: int, config: EvaluationConfig, total_steps: int) -> bool:
-    """Whether the weights of ``step`` are to be evaluated."""
-    if config.every_steps == 0 or step == 0:
-        return config.every_steps > 0 and config.at_start
-    return step % config.every_steps == 0 or step == total_steps
-
-
 class HeldOut:
     """The evaluation of this rank: the first ``evaluation.num_prompts`` rows of ``prompts.eval``, divided over ranks.
 
@@ -145,7 +140,7 @@ class HeldOut:
     def measure(self, step: int) -> None:
         """Evaluate the weights of ``step`` if that is due; collective, told and kept by rank 0."""
         process = self._process
-        if not is_due(step, process.config.evaluation, process.config.trainer.total_steps):
+        if not is_asked_for(step, process.config.evaluation, process.config.trainer.total_steps):
             return
         began = time.monotonic()
         stats = {name: value for name, value in self._backend.evaluate(self._batch).items() if math.isfinite(value)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.archive import archived_steps
@@ -23,9 +25,9 @@ from areal_hpc.watermark import Watermark
 def make_replay_side(process: RoleProcess, parent: checkpoint.Checkpoint | None, _: Run) -> TrainerSide:
     """What rank 0 has; ``parent`` is the replay's own checkpoint, where it is resumed."""
 
-    def begin(version: WeightVersion) -> None:
+    def begin(version: WeightVersion, carried: Mapping[str, Any]) -> None:
         own = None if parent is None else parent.version
-        record = StartRecord(parent=own, version=version, consumed=Watermark(), fingerprint="")
+        record = StartRecord(parent=own, version=version, consumed=Watermark(), fingerprint="", carried=carried)
         write_start(process.run, process.epoch, record)
 
     return TrainerSide(

@@ -133,8 +133,8 @@ class TrainerSide:
     identity: Mapping[str, Any]
     """What decides which prompt a position means; a checkpoint carries it."""
     journal: Journal
-    begin: Callable[[WeightVersion], object]
-    """Says once, when everything is loaded, with which version the attempt begins."""
+    begin: Callable[[WeightVersion, Mapping[str, Any]], object]
+    """Says once, when everything is loaded, with which version the attempt begins, and what others go on with."""
     archiver: Archiver | None
     """Where trained groups are kept; None where they are not."""
 
@@ -175,7 +175,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         fleet=fleet,
         identity=identity,
         journal=journal,
-        begin=lambda version: reader.write_start(version, identity["fingerprint"]),
+        begin=lambda version, carried: reader.write_start(version, identity["fingerprint"], carried),
         archiver=_make_archiver(process),
     )
 
