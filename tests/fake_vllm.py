@@ -1,4 +1,7 @@
-"""A package ``vllm`` for tests of the server around it: its engine counts upwards, and its workers take any weights."""
+"""A package ``vllm`` for tests of the server around it: its engine counts upwards, and its workers take any weights.
+
+``driver`` runs our server around it, in this process.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,24 @@ import asyncio
 import enum
 import math
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import pytest
 
+from areal_hpc.generation.client import EngineClient
+from areal_hpc.generation.connection import EngineLost
+from areal_hpc.generation.external.process import reserved_port, url_of
+from areal_hpc.types import GenerationRequest, Sampling
+
 VOCABULARY = 272
 LOGPROB = -1.5
+PROMPT = (65, 66, 67)
+KEY = "a-key-that-must-not-leak"
 
 
 class ClientError(Exception):
@@ -58,6 +70,9 @@ class FakeLLM:
     errored: bool = False
     failing: str = ""  # the worker's method that fails
     hanging: str = ""  # the one that never returns
+    slow: dict[str, float] = field(default_factory=dict)  # seconds that others take, by ``now``
+    now: float = 0.0
+    answers: dict[str, Any] = field(default_factory=dict)  # what others answer; else true
     called: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     recomputed: list[bool] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
@@ -137,7 +152,8 @@ class FakeLLM:
             raise Exception("Call to collective_rpc method failed: no route to host")
         if method == self.hanging:
             await asyncio.Event().wait()
-        return [True]
+        self.now += self.slow.get(method, 0)
+        return [self.answers.get(method, True)]
 
     def shutdown(self, timeout: float) -> None:
         self.errored = True
@@ -166,3 +182,50 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
+
+
+Scenario = Callable[[EngineClient, Any], Awaitable[None]]
+Drive = Callable[..., None]
+"""Takes a scenario, and what the server is told besides."""
+
+
+def driver(model: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
+    """Runs a scenario with a client of a server of ``model``, and the engine behind it."""
+    install(monkeypatch)
+    for name in ("engine", "updates", "server"):  # so that they are imported with this fake, and not kept
+        monkeypatch.delitem(sys.modules, f"areal_hpc.generation.vllm.{name}", raising=False)
+    from areal_hpc.generation.vllm.engine import VllmEngine
+    from areal_hpc.generation.vllm.server import serve
+
+    @asynccontextmanager
+    async def served(told: Mapping[str, Any]) -> AsyncIterator[tuple[EngineClient, Any]]:
+        engine = VllmEngine(["--model", str(model), "--max-model-len", "300", "--max-num-seqs", "2"], "0")
+        with reserved_port("127.0.0.1") as port:
+            ours = {"host": "127.0.0.1", "port": port, "key": KEY, "keeps_weights": False, "adapters": None}
+            serving_it = asyncio.create_task(serve(engine, {**ours, "update_timeout_s": 30.0, **told}))
+            client = EngineClient("engine-0", url_of("127.0.0.1", port), token=KEY)
+            try:
+                while True:
+                    try:
+                        await client.probe()
+                        break
+                    except EngineLost:
+                        assert not serving_it.done(), serving_it.result()
+                yield client, engine
+            finally:
+                await client.close()
+                engine.close()  # as if it had died: the server ends by itself
+                await asyncio.wait_for(serving_it, 30)
+
+    def run(scenario: Scenario, **told: Any) -> None:
+        async def within() -> None:
+            async with served(told) as (client, engine):
+                await scenario(client, engine)
+
+        asyncio.run(within())
+
+    return run
+
+
+def asked(num: int, name: str = "r", **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(request_id=name, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num, **sampling))

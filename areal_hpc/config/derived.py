@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_hpc.config.cluster import ComponentConfig, Shape, inherited, seconds_of
 from areal_hpc.config.recipes import is_offline
-from areal_hpc.config.schema import Config, EngineName
+from areal_hpc.config.schema import Config
 from areal_hpc.run_dir import RunDir
 
 LONGEST_LEAD_S = 300
@@ -27,9 +27,9 @@ def exported_model(config: Config) -> str:
 
 
 def takes_whole(config: Config) -> bool:
-    """Whether the engines take adapters merged into the model only. SGLang and vLLM keep the adapter that a request
-    began with to its end, and SGLang computes none on a CPU; merged, they are updated in mid-answer as ever."""
-    return config.model.lora.rank > 0 and config.generation.backend is not EngineName.EMBEDDED
+    """Whether the engines take adapters merged into the model only: the stages of a pipeline, whose ranks do not agree
+    on whether all have taken an update of ours. Elsewhere adapters travel alone."""
+    return config.model.lora.rank > 0 and config.generation.pipeline_parallel > 1
 
 
 def model_ranks(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
 
+HEAD = "lm_head.weight"
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A buffer that old checkpoints carry; it follows from config.json, and no trainer has it."""
 
@@ -49,6 +50,13 @@ def read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 yield name, file.get_tensor(name)
+
+
+def trainable(names: Iterable[str], directory: Path) -> list[str]:
+    """Those of the names in the checkpoint ``directory`` whose tensors a trainer has, and sends to engines: no buffers
+    that follow from ``config.json``, and no head where that ties it to the embedding."""
+    tied = bool(read_json(directory / "config.json").get("tie_word_embeddings", False))
+    return [name for name in names if not (name.endswith(DERIVED_SUFFIX) or (tied and name == HEAD))]
 
 
 class TensorFiles:

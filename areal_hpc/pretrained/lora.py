@@ -23,6 +23,7 @@ from areal_hpc.config.lora import LoraConfig
 from areal_hpc.errors import ConfigError
 
 BASE = "lora_base"
+WEIGHT = ".weight"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 PEFT_PREFIX = "base_model.model."
 """Before every name in a file of the package ``peft``: of its own model around ours."""
@@ -59,6 +60,24 @@ def adapter_shapes(layer: str, shape: Shape, rank: int) -> dict[str, Shape]:
     return {layer + DOWN: (rank, inputs), layer + UP: (outputs, rank)}
 
 
+def travelling_shapes(weights: Mapping[str, Shape], config: LoraConfig) -> dict[str, Shape]:
+    """Names and shapes of all that an update holds where adapters are trained: theirs, and ``lora_base``.
+
+    Args:
+        weights: names and shapes of the frozen ones.
+
+    Raises:
+        ConfigError: one of the targets names none of their matrices.
+    """
+    matrices = [
+        name.removesuffix(WEIGHT) for name, shape in weights.items() if name.endswith(WEIGHT) and len(shape) == 2
+    ]
+    found: dict[str, Shape] = {BASE: (1,)}
+    for layer in adapted_layers(matrices, config):
+        found |= adapter_shapes(layer, weights[layer + WEIGHT], config.rank)
+    return found
+
+
 def start_value(name: str, shape: Shape, seed: int) -> Tensor:
     """What an adapter's tensor starts as, float32: the same for every rank, layout and backend.
 
@@ -74,7 +93,7 @@ def start_value(name: str, shape: Shape, seed: int) -> Tensor:
 def merged(weights: Named, adapters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
     """The weights of the model that computes with its adapters as it is: W + scale B A, rounded once to W's dtype."""
     for name, weight in weights:
-        layer = name.removesuffix(".weight")
+        layer = name.removesuffix(WEIGHT)
         if layer + DOWN in adapters:
             down, up = (adapters[layer + part].to(weight.device, torch.float32) for part in (DOWN, UP))
             yield name, torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)

@@ -42,6 +42,7 @@ async def _serve(process: RoleProcess) -> None:
 
     Raises:
         GenerationError: the engine has ended, or it does not answer.
+        ConfigError: it has ended because of what a person has to change.
     """
     async with serve_engine(process) as engine:
         process.publish_endpoint({"url": engine.url})
@@ -54,8 +55,11 @@ async def _serve(process: RoleProcess) -> None:
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
             if not engine.alive():
-                raise GenerationError(f"the engine of {process.name} has ended; see the log above")
-            load = await engine.load()
+                raise engine.death()
+            try:
+                load = await engine.load()
+            except GenerationError as error:  # it is about to end, more often than not, and says why
+                raise engine.death() from error
             before, looked = looked, time.monotonic()
             up_s += looked - before
             busy_s += looked - before if load["running"] else 0.0

@@ -69,8 +69,13 @@ class Baseline:
             held.copy_(now)
 
 
-def sent(specs: Sequence[TensorSpec], baseline: Baseline | None) -> dict[str, float]:
-    """How many ``bytes`` of weights ``specs`` are, and, with a baseline, how many ``bytes_saved`` that means."""
-    num = sum(map(num_bytes, specs))
-    saved = {} if baseline is None else {"bytes_saved": float(sum(map(whole_bytes, specs)) - num)}
-    return {"bytes": float(num), **saved}
+def sent(specs: Sequence[TensorSpec], stands_for: int | None, *, deltas: bool) -> dict[str, float]:
+    """How many ``bytes`` of weights ``specs`` are, and how many ``bytes_saved`` that means where some can be.
+
+    Args:
+        stands_for: bytes of what is not sent because of them; None where they are all that could be.
+    """
+    num, whole = sum(map(num_bytes, specs)), sum(map(whole_bytes, specs))
+    if stands_for is None and not deltas:
+        return {"bytes": float(num)}
+    return {"bytes": float(num), "bytes_saved": float((whole if stands_for is None else stands_for) - num)}

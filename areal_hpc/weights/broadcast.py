@@ -48,6 +48,7 @@ class BroadcastTransport:
         timeout_s: longest time of any one step: joining, one bucket, one call.
         host: address of this process as the engines see it.
         baseline: where only what has changed is to be sent.
+        stands_for: bytes of the weights in whose place adapters are sent; None where it is the weights that are.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class BroadcastTransport:
         timeout_s: float = 120.0,
         host: str = "127.0.0.1",
         baseline: Baseline | None = None,
+        stands_for: int | None = None,
     ) -> None:
         self.membership = Membership(targets, timeout_s)
         self.route = f"{backend} from {host}; {interfaces(backend)}"
@@ -68,7 +70,7 @@ class BroadcastTransport:
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._host = host
-        self._baseline = baseline
+        self._baseline, self._stands_for = baseline, stands_for
         self._names = (f"w-{epoch}-{k}" for k in itertools.count())
         self._everyone = self._group_of(self.membership)
 
@@ -81,8 +83,8 @@ class BroadcastTransport:
         ``weights`` is always read to its end, also on failure: producing it is collective over the trainer's ranks.
 
         Returns:
-            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, with a baseline
-            ``bytes_saved`` by it, ``fingerprint`` of the weights (see ``buckets.fingerprint``).
+            ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, with a baseline or adapters
+            ``bytes_saved`` by it, ``fingerprint`` of what was sent (see ``buckets.fingerprint``).
 
         Raises:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, or, if
@@ -147,7 +149,7 @@ class BroadcastTransport:
         return {
             "seconds": end - start,
             "seconds_paused": end - paused,
-            **sent(specs, self._baseline),
+            **sent(specs, self._stands_for, deltas=self._baseline is not None),
             "fingerprint": float(fingerprint(specs)),
         }
 

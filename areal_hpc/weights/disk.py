@@ -53,6 +53,7 @@ class DiskTransport:
         file_bytes: size of one safetensors file.
         timeout_s: longest time of any one call to an engine.
         baseline: where only what has changed is to be written.
+        stands_for: bytes of the weights in whose place adapters are written; None where it is the weights that are.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class DiskTransport:
         file_bytes: int = 1 << 30,
         timeout_s: float = 600.0,
         baseline: Baseline | None = None,
+        stands_for: int | None = None,
     ) -> None:
         assert keep >= 1, "the version being served must stay"
         self.membership = Membership(targets, timeout_s)
@@ -74,7 +76,7 @@ class DiskTransport:
         self._keep = keep
         self._file_bytes = file_bytes
         self._count = itertools.count()
-        self._baseline = baseline
+        self._baseline, self._stands_for = baseline, stands_for
 
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
         """Bring every member to ``version``; see ``BroadcastTransport.publish``.
@@ -126,7 +128,7 @@ class DiskTransport:
         return {
             "seconds": end - start,
             "seconds_paused": end - paused,
-            **sent(specs, self._baseline),
+            **sent(specs, self._stands_for, deltas=self._baseline is not None),
             "fingerprint": float(fingerprint(specs)),
         }
 

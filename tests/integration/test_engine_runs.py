@@ -36,7 +36,7 @@ def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(
     tmp_path: Path, engine: RealEngine, trained: str
 ) -> None:
     """Nothing is stale here, so that the gap between the log-probs of engine and trainer has no other reason than
-    wrong weights or a wrong computation. Adapters come to such engines merged."""
+    wrong weights or a wrong computation. Adapters come to such engines alone, and are merged there."""
     assert not engine.unusable(), engine.unusable()
     make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
     words = [f"generation.backend={engine.name}", f"generation.python={engine.python}", "generation.max_running=8"]
@@ -53,6 +53,10 @@ def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(
         gaps = [record.number("logprob_gap") for record in steps]
         assert max(gap for gap in gaps if gap is not None) < LARGEST_GAP
         assert None not in gaps
+        if trained == "adapters":
+            for record in steps:
+                sent, saved = (record.number(name) or 0.0 for name in ("weight_bytes", "weight_bytes_saved"))
+                assert 0 < sent < saved
         proof = prove_run(started.run)
         assert proof.proven, proof.violations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.config.load import load
-from areal_hpc.errors import GenerationError
+from areal_hpc.errors import ArealError, ConfigError, GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.liveness import seats
 from areal_hpc.liveness.seats import Seat
@@ -32,11 +32,15 @@ class Engine:
     run: RunDir
     running: list[int] = field(default_factory=list)
     lives: bool = True
+    answers: bool = True
+    death: ArealError = field(default_factory=lambda: GenerationError("it has ended"))
     vacant_at_end: set[str] | None = None
     process: RoleProcess | None = None
 
     async def load(self) -> dict[str, Any]:
         assert self.process is not None
+        if not self.answers:
+            raise GenerationError("the connection is closed")
         self.process.stop_flag.set()
         finishing = self.running and seats.vacant(self.run.attempt(1))
         return {"running": self.running.pop(0) if finishing else len(self.running), "queued": 0}
@@ -45,7 +49,9 @@ class Engine:
     async def serve(self, process: RoleProcess) -> AsyncIterator[ServedEngine]:
         self.process = process
         try:
-            yield ServedEngine(url="http://127.0.0.1:1", alive=lambda: self.lives, load=self.load)
+            yield ServedEngine(
+                url="http://127.0.0.1:1", alive=lambda: self.lives, load=self.load, death=lambda: self.death
+            )
         finally:
             self.vacant_at_end = seats.vacant(self.run.attempt(1))
 
@@ -128,9 +134,14 @@ def test_what_an_engine_tells_of_its_time_holds_that_of_those_who_were_it_before
     assert len(told) >= 4
 
 
-def test_an_engine_that_has_ended_says_so_and_its_launcher_frees_the_seat(engine: Engine) -> None:
+@pytest.mark.parametrize("noticed_by", ["lives", "answers"])
+@pytest.mark.parametrize("death", [GenerationError("it has ended"), ConfigError("it needs a higher limit")])
+def test_an_engine_that_has_ended_says_why_and_its_launcher_frees_the_seat(
+    engine: Engine, noticed_by: str, death: ArealError
+) -> None:
     seat = taken(engine)
-    engine.lives = False
-    with pytest.raises(GenerationError, match="the engine of generator-1 has ended"):
+    setattr(engine, noticed_by, False)
+    engine.death = death
+    with pytest.raises(type(death), match=str(death)):
         generator.main(process_of(engine, seat.index))
     assert seat.is_held()

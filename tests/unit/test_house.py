@@ -92,6 +92,8 @@ DOORS = {
     "rich": ("report/",),
     "sglang": (  # imported by SGLang itself, in an environment of its own
         "generation/sglang/cpu_platform.py",
+        "generation/sglang/hooks.py",
+        "generation/sglang/joining.py",
         "generation/sglang/staging.py",
     ),
     "vllm": ("generation/vllm/",),  # what runs in vLLM's own environment

@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.accelerator import CPU, CUDA, Accelerator
+from areal_hpc.accelerator import CPU, CUDA
 from areal_hpc.config.load import load
+from areal_hpc.config.lora import LoraConfig
 from areal_hpc.config.resolve import resolve
 from areal_hpc.errors import ConfigError, GenerationError
 from areal_hpc.generation.external import process as server
 from areal_hpc.generation.external.process import LAUNCHER, ServerProcess, reserved_port
-from areal_hpc.generation.external.spec import ServerSpec, argument
+from areal_hpc.generation.external.spec import ServerSpec, Share, argument
 from areal_hpc.generation.sglang import plugin
-from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, staging_environment
+from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, weights_environment
 from areal_hpc.generation.sglang.server import load as load_of
 from areal_hpc.generation.sglang.server import serving
 from areal_hpc.roles.wiring import servers as wiring
@@ -79,20 +80,33 @@ def test_arguments_become_words() -> None:
     assert argument("quantization", None) == []
 
 
+ADAPTERS = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj"]}
+LORA = LoraConfig(rank=4, target_modules=("q_proj",))
+
+
 @pytest.mark.parametrize(
-    ("accelerator", "keeps", "told"),
+    ("changes", "told"),
     [
-        (CPU, False, {plugin.STAGING: "7.0"}),
-        (CUDA, False, {}),
-        (CUDA, True, {plugin.STAGING: "7.0", plugin.KEEPS: "1"}),
+        ({}, {"stages": True, "keeps": False, "adapters": None}),
+        ({"accelerator": CUDA}, {"stages": False}),
+        ({"accelerator": CUDA, "keeps_weights": True}, {"stages": True, "keeps": True, "adapters": None}),
+        (
+            {"accelerator": CUDA, "lora": LORA},
+            {
+                "stages": True,
+                "keeps": False,
+                "adapters": {"model_path": "/m", "dtype": "float32", "lora": ADAPTERS},
+            },
+        ),
     ],
 )
 def test_new_weights_are_put_beside_the_old_on_cpus_and_where_a_copy_is_kept_anyway(
-    accelerator: Accelerator, keeps: bool, told: dict[str, str]
+    changes: dict[str, Any], told: dict[str, Any]
 ) -> None:
-    spec = replace(SPEC, accelerator=accelerator, keeps_weights=keeps, update_timeout_s=7.0)
-    assert staging_environment(spec) == told
-    assert staging_environment(replace(spec, pipeline_parallel=2)) == {}, "stages have no vote together"
+    spec = replace(SPEC, update_timeout_s=7.0, **changes)
+    assert json.loads(weights_environment(spec)[plugin.ORDER]) == {"limit_s": 7.0, **told}
+    staged = json.loads(weights_environment(replace(spec, pipeline_parallel=2))[plugin.ORDER])
+    assert staged == {"limit_s": 7.0, "stages": False}, "stages have no vote together"
 
 
 def test_the_key_is_in_no_text_of_the_spec() -> None:
@@ -223,7 +237,10 @@ class Handler(BaseHTTPRequestHandler):
         body = {{"weight_version": "7", "loads": [
             {{"num_running_reqs": 2, "num_waiting_reqs": 1}},
             {{"num_running_reqs": 0, "num_waiting_reqs": 3}},
-        ]}}
+        ], "internal_states": [{{"areal_hpc": {{"deltas": True}}}} if fault == "takes ours" else {{}}]}}
+        if self.path == "/end":
+            print("areal_hpc: lower the temperature\\nand a last line that says less", flush=True)
+            os._exit(int(fault))
         data = (METRICS if self.path == "/metrics" else json.dumps(body)).encode()
         self.send_response(200 if ready else 503)
         self.send_header("content-length", str(len(data)))
@@ -235,7 +252,12 @@ HTTPServer((value("--host"), int(value("--port"))), Handler).serve_forever()
 
 
 def serve(
-    tmp_path: Path, use: Callable[[ServerProcess], Awaitable[None]], *, fault: str = "none", start_s: float = 60.0
+    tmp_path: Path,
+    use: Callable[[ServerProcess], Awaitable[None]],
+    *,
+    fault: str = "none",
+    start_s: float = 60.0,
+    **fields: Any,
 ) -> Path:
     """Run ``use`` with such a server; its log."""
     add_secret(KEY)
@@ -243,7 +265,7 @@ def serve(
     program.write_text(PROGRAM.format(python=sys.executable, metrics=METRICS))
     program.chmod(0o700)
     log = tmp_path / "sglang-0.log"
-    spec = ServerSpec(**{name: getattr(SPEC, name) for name in SPEC.__slots__} | {"extra": {"fault": fault}})
+    spec = replace(SPEC, extra={"fault": fault}, **fields)
 
     async def within() -> None:
         async with serving(spec, python=str(program), log=log, start_s=start_s) as started:
@@ -305,7 +327,65 @@ def test_a_server_that_does_not_answer_any_more_is_given_up(tmp_path: Path, monk
     serve(tmp_path, use, fault="stops")
 
 
+@pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (1, GenerationError)])
+def test_what_a_person_has_to_change_is_a_mistake_of_theirs_only_if_the_server_says_so_itself(
+    tmp_path: Path, code: int, error: type[Exception]
+) -> None:
+    async def use(started: ServerProcess) -> None:
+        with pytest.raises(GenerationError):
+            await started.get("/end")
+        died = started.death()
+        assert type(died) is error
+        if error is ConfigError:
+            assert str(died) == "lower the temperature"
+        else:
+            assert "has ended with code 1" in str(died) and str(died).endswith("a last line that says less")
+
+    serve(tmp_path, use, fault=str(code))
+
+
+def test_who_lives_and_does_not_answer_is_said_to_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "END_S", 0.1)
+
+    async def use(started: ServerProcess) -> None:
+        assert "does not answer" in str(started.death())
+
+    serve(tmp_path, use)
+
+
+@pytest.mark.parametrize("needs", [{"keeps_weights": True}, {"lora": LORA}])
+def test_an_sglang_that_did_not_take_our_code_in_is_refused_and_not_started_again_and_again(
+    tmp_path: Path, needs: dict[str, Any]
+) -> None:
+    """The trainer would have each of its updates refused, and it would come back for the next."""
+    key = "weights.delta" if "keeps_weights" in needs else "model.lora"
+    with pytest.raises(ConfigError, match=rf"does not let weights be taken as {key} needs it"):
+        serve(tmp_path, nothing, **needs)
+    serve(tmp_path, nothing, fault="takes ours", **needs)
+    serve(tmp_path, nothing, share=Share(num_nodes=2, node=1, address="127.0.0.1:1"), **needs)
+
+
 # -- before a run exists
+
+
+@pytest.mark.parametrize(("has_plugins", "told"), [(True, "True True"), (False, "True False")])
+def test_an_sglang_without_an_interface_for_plugins_takes_no_changes(
+    tmp_path: Path, has_plugins: bool, told: str
+) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('this takes seconds, and is not needed')")
+    if has_plugins:
+        (tmp_path / "sglang" / "srt" / "plugins").mkdir()
+    points = {"sglang": "", "ours": ""}
+    points["ours"] = "[sglang.srt.platforms]\nareal_cpu = a:b\n[sglang.srt.plugins]\nareal_hpc = a:b\n"
+    for name, text in points.items():
+        about = tmp_path / f"{name}-0.5.21.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.5.21\n")
+        (about / "entry_points.txt").write_text(text)
+    program = [sys.executable, "-c", wiring.FINDS_SGLANG]
+    found = subprocess.run(program, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0.5.21", *told.split()]
 
 
 @pytest.mark.parametrize(
@@ -315,11 +395,11 @@ def test_a_server_that_does_not_answer_any_more_is_given_up(tmp_path: Path, monk
         ("echo No module named sglang >&2; exit 1", r"has no SGLang \(No module named sglang\)"),
         (
             "echo 0.5.21 False False",
-            "SGLang 0.5.21 of .* cannot run on a CPU or take changes alone .* without",
+            "SGLang 0.5.21 of .* cannot run on a CPU or take changes alone .* or take adapters alone .* without",
         ),
         (
             "echo 0.5.21 True False",
-            "SGLang 0.5.21 of .* cannot take changes alone .weights.delta. without this",
+            "SGLang 0.5.21 of .* cannot take changes alone .weights.delta. or take adapters alone .model.lora. without",
         ),
         ("echo 0.5.21 True True", ""),
     ],
@@ -331,8 +411,8 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
     if program is not None:
         python.write_text(f"#!/bin/sh\n{program}\n")
         python.chmod(0o700)
-    words = ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}", "weights.delta=true"]
-    config = load([QUICKSTART], words)
+    words = ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"]
+    config = load([QUICKSTART], [*words, "weights.delta=true", "model.lora.rank=4"])
     if not complaint:
         wiring.check_server(config)
         return

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from frozen_models import FrozenModel
 
 from areal_hpc.buckets import Bucket, plan_buckets
 from areal_hpc.delta import difference
 from areal_hpc.generation import manifest
+from areal_hpc.generation.served import merging
 from areal_hpc.generation.served.arrivals import Arrivals
-from areal_hpc.generation.sglang import plugin, staging
 from areal_hpc.generation.sglang.staging import Staged
+from areal_hpc.pretrained.files import read_weights
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.disk import DiskTransport
 
@@ -49,7 +51,7 @@ class Runner:
     def begin_weight_update(self) -> None:
         self.done.append("begin")
 
-    def load_weights_from_distributed(self, weights: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+    def load_weights_from_distributed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         self.done.append("load")
         self.model |= {name: tensor.clone() for name, tensor in weights}
         return not self.refuses, self.refuses
@@ -62,8 +64,11 @@ class Runner:
 class World:
     """One scheduler of an engine and what reaches it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, keeps: bool = False, limit_s: float = LIMIT_S) -> None:
-        self.staged, self.runner, self.noted = Staged(limit_s=limit_s, keeps=keeps), Runner(), list[Any]()
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, keeps: bool = False, limit_s: float = LIMIT_S, adapters: Any = None
+    ) -> None:
+        self.staged = Staged(limit_s=limit_s, keeps=keeps, adapters=adapters)
+        self.runner, self.noted = Runner(), list[Any]()
         self.sent: queue.Queue[torch.Tensor | None] = queue.Queue()
         self.others_agree, self.votes = True, list[bool]()
         inner = SimpleNamespace(weight_updater=self.runner)
@@ -342,51 +347,63 @@ def test_a_file_that_is_cut_short_is_taken_by_no_rank(make: Make, tmp_path: Path
     assert world.votes == [False]
 
 
-def test_without_a_word_in_the_environment_nothing_of_this_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(staging, "register", lambda **options: told.append(options))
-    monkeypatch.delenv(plugin.STAGING, raising=False)
-    plugin.stage()
-    assert told == []
-    monkeypatch.setenv(plugin.STAGING, "7")
-    monkeypatch.setenv(plugin.KEEPS, "1")
-    plugin.stage()
-    assert told == [{"limit_s": 7.0, "keeps": True}]
+def test_adapters_that_come_alone_are_loaded_as_the_weights_that_they_make(make: Make, tmp_path: Path) -> None:
+    """Over both ways; with changes of them alone, too. The judge of ``Merging`` is in its own tests."""
+    model = FrozenModel(tmp_path / "model")
+    world = make(keeps=True, adapters=model.order)
+    first, second = model.adapters(1), model.adapters(1)
+    second["model.q_proj.lora_B.weight"][3, 1] = 9.0
+    assert world.update(first).success
+    assert world.holds(model.with_adapters(first))
+    changes = {name: difference(first[name], second[name]) for name in first}
+    assert world.update(changes).success
+    assert world.holds(model.with_adapters(second))
+    third = model.adapters(3)
+    targets: Any = [Target(world)]
+    transport = DiskTransport(tmp_path / "weights", targets, epoch=1, timeout_s=20, stands_for=1_000_000)
+    told = asyncio.run(transport.publish(4, iter(third.items())))
+    assert told["bytes"] == sum(tensor.nbytes for tensor in third.values())
+    assert told["bytes_saved"] == 1_000_000 - told["bytes"]
+    assert world.holds(model.with_adapters(third))
 
 
-@pytest.mark.parametrize("lacks", ["", "end_weight_update"])
-def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
-    """It would else say that it can do what it can do by half."""
-    registered: list[str] = []
-    around = SimpleNamespace(AROUND="around")
-    registry = SimpleNamespace(register=lambda target, hook, kind: registered.append(target))
-    modules: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.plugins": {},
-        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": around},
-        "sglang.srt.managers": {},
-        "sglang.srt.managers.scheduler_components": {},
-    }
-    methods = {
-        staging.SCHEDULER: ["get_internal_state"],
-        staging.TOKENIZER: ["_weight_update_session_call", "update_weights_from_distributed"],
-        staging.UPDATER: [
-            *("begin_weight_update", "end_weight_update"),
-            *("update_weights_from_distributed", "update_weights_from_disk"),
-        ],
-    }
-    for path, names in methods.items():
-        module, _, name = path.rpartition(".")
-        modules[module] = {name: SimpleNamespace(**{method: None for method in names if method != lacks})}
-    for name, content in modules.items():
-        made = ModuleType(name)
-        vars(made).update(content)
-        monkeypatch.setitem(sys.modules, name, made)
-    if lacks:
-        with pytest.raises(AttributeError, match=lacks):
-            staging.register(limit_s=1.0, keeps=False)
-        assert registered == []
-        return
-    staging.register(limit_s=1.0, keeps=False)
-    assert len(registered) == len(set(registered)) == 7
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"lora_base": torch.tensor([3])}, "the adapters are of other weights than those in"),
+        ({"model.q_proj.lora_A.weight": torch.zeros(3, 4)}, "are not the adapters of"),
+        ({"model.q_proj.lora_A.weight": None}, "are not the adapters of"),
+    ],
+)
+def test_D20_adapters_that_do_not_belong_change_nothing_and_the_right_ones_do(
+    make: Make, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    model = FrozenModel(tmp_path / "model")
+    world = make(adapters=model.order)
+    right = model.adapters(1)
+    assert world.update(right).success
+    world.runner.done.clear()
+    wrong = {name: tensor for name, tensor in (model.adapters(2) | change).items() if tensor is not None}
+    told = world.update(wrong)
+    assert (told.success, why in told.message) == (False, True), told.message
+    assert world.runner.done == [] and world.holds(model.with_adapters(right))
+    assert world.update(right).success
+
+
+def test_frozen_weights_that_are_not_read_in_time_are_so_the_next_time(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, may_read = FrozenModel(tmp_path / "model"), threading.Event()
+    world = make(adapters=model.order, limit_s=0.2)
+
+    def slowly(directory: Path) -> Any:
+        may_read.wait(LIMIT_S)
+        return read_weights(directory)
+
+    monkeypatch.setattr(merging, "read_weights", slowly)
+    told = world.update(model.adapters(1))
+    assert (told.success, "are still being read" in told.message) == (False, True)
+    may_read.set()
+    world.staged.limit_s = LIMIT_S
+    assert world.update(model.adapters(1)).success
+    assert world.holds(model.with_adapters(model.adapters(1)))

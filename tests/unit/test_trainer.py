@@ -123,7 +123,8 @@ def test_C17_C33_random_streams_are_restored_after_everything_that_may_draw_from
         (20, 6, False, []),
         (21, 6, True, []),
         (20, 6, False, ["model.lora.rank=2"]),
-        (20, 6, True, ["model.lora.rank=2", "generation.backend=sglang"]),  # it gets adapters merged
+        (20, 6, False, ["model.lora.rank=2", "generation.backend=sglang"]),
+        (20, 6, True, ["model.lora.rank=2", "generation.backend=sglang", "generation.pipeline_parallel=2"]),  # merged
     ],
 )
 def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_token(

@@ -6,45 +6,34 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fake_vllm
 import pytest
-import torch
-from aiohttp import ClientSession
-from safetensors.torch import save_file
+from fake_vllm import KEY, PROMPT, Drive, asked, driver
 from tiny_models import make_model
 
 from areal_hpc.accelerator import CPU, CUDA
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
-from areal_hpc.delta import Weight, bits, difference
 from areal_hpc.dialogue.grammar import LAYOUT
 from areal_hpc.dialogue.tag_grammar import lark_of
-from areal_hpc.errors import ConfigError, GenerationError, RequestRefused, WeightUpdateError
+from areal_hpc.errors import ConfigError, GenerationError, RequestRefused
 from areal_hpc.generation.client import EngineClient
-from areal_hpc.generation.connection import Connection, EngineLost
-from areal_hpc.generation.external.process import reserved_port, url_of
+from areal_hpc.generation.connection import Connection
 from areal_hpc.generation.external.spec import ServerSpec
-from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.vllm.arguments import engine_arguments, server_environment
 from areal_hpc.generation.vllm.process import load as load_of
 from areal_hpc.generation.vllm.process import serving
-from areal_hpc.generation.vllm.worker import prepare_tied
 from areal_hpc.roles.wiring import servers as wiring
-from areal_hpc.types import GenerationRequest, Sampling, StopReason
-from areal_hpc.weights.disk import DiskTransport
+from areal_hpc.types import StopReason
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
-KEY = "a-key-that-must-not-leak"
 SPEC = ServerSpec(
     model_path="/m", dtype="float32", host="127.0.0.1", key=KEY, accelerator=CPU, max_running=4, max_tokens=100
 )
-PROMPT = (65, 66, 67)
 
 
 # -- what it is started with
@@ -143,61 +132,15 @@ def test_a_server_is_up_when_it_generates_and_tells_its_load(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    state = make_model(directory, "qwen3", seed=3).state_dict()
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of an old checkpoint
-    save_file(buffers, directory / "buffers.safetensors")
-    return directory, {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}  # it is tied
-
-
-Scenario = Callable[[EngineClient, Any], Awaitable[None]]
-Drive = Callable[..., None]
-"""Takes a scenario, and the longest time of a step of an update."""
+    make_model(directory, "qwen3", seed=3)
+    return directory
 
 
 @pytest.fixture
-def drive(model: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> Drive:
-    """Runs a scenario with a client of a server, and the engine behind it."""
-    fake_vllm.install(monkeypatch)
-    for name in ("engine", "updates", "server"):  # so that they are imported with this fake, and not kept
-        monkeypatch.delitem(sys.modules, f"areal_hpc.generation.vllm.{name}", raising=False)
-    from areal_hpc.generation.vllm.engine import VllmEngine
-    from areal_hpc.generation.vllm.server import serve
-
-    @asynccontextmanager
-    async def served(update_timeout_s: float) -> Any:
-        engine = VllmEngine(["--model", str(model[0]), "--max-model-len", "300", "--max-num-seqs", "2"], "0")
-        with reserved_port("127.0.0.1") as port:
-            ours = {"host": "127.0.0.1", "port": port, "key": KEY, "keeps_weights": False}
-            ours["update_timeout_s"] = update_timeout_s
-            serving_it = asyncio.create_task(serve(engine, ours))
-            client = EngineClient("engine-0", url_of("127.0.0.1", port), token=KEY)
-            try:
-                while True:
-                    try:
-                        await client.probe()
-                        break
-                    except EngineLost:
-                        assert not serving_it.done(), serving_it.result()
-                yield client, engine
-            finally:
-                await client.close()
-                engine.close()  # as if it had died: the server ends by itself
-                await asyncio.wait_for(serving_it, 30)
-
-    def run(scenario: Scenario, update_timeout_s: float = 30.0) -> None:
-        async def within() -> None:
-            async with served(update_timeout_s) as (client, engine):
-                await scenario(client, engine)
-
-        asyncio.run(within())
-
-    return run
-
-
-def asked(num: int, name: str = "r", **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(request_id=name, token_ids=PROMPT, sampling=Sampling(max_new_tokens=num, **sampling))
+def drive(model: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
+    return driver(model, monkeypatch)
 
 
 def test_an_answer_has_the_tokens_their_log_probs_and_their_versions(drive: Drive) -> None:
@@ -309,242 +252,3 @@ def test_whoever_has_no_key_gets_nothing(drive: Drive) -> None:
         await stranger.close()
 
     drive(scenario)
-
-
-# -- how it takes weights
-
-
-def specs_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {
-        "names": list(tensors),
-        "dtypes": ["float32"] * len(tensors),
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "checksums": [0] * len(tensors),
-        "group_name": "w",
-        "load_format": "flattened_bucket",
-        "flush_cache": False,
-    }
-
-
-async def post(client: EngineClient, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    status, answer = await client._http.call("POST", path, body, 10)
-    return status, answer["message"]
-
-
-async def begun(client: EngineClient) -> None:
-    address = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "w"}
-    assert (await post(client, "/init_weights_update_group", address))[0] == 200
-    await client.pause()
-    assert (await post(client, "/begin_weight_update", {}))[0] == 200
-
-
-def test_weights_arrive_whole_or_the_engine_serves_nothing(
-    drive: Drive, model: tuple[Path, dict[str, torch.Tensor]]
-) -> None:
-    weights = model[1]
-    some = dict(list(weights.items())[:-1])
-
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        await begun(client)
-        assert (await post(client, "/update_weights_from_distributed", specs_of(some)))[0] == 200
-        status, message = await post(client, "/end_weight_update", {})
-        assert (status, next(iter(weights.keys() - some.keys())) in message) == (400, True)
-        with pytest.raises(GenerationError, match="quarantined"):
-            await client.generate(asked(3))
-        assert (await post(client, "/continue_generation", {}))[0] == 400
-        with pytest.raises(GenerationError, match="quarantined"):
-            await client.probe()
-
-        assert (await post(client, "/begin_weight_update", {}))[0] == 200
-        assert (await post(client, "/update_weights_from_distributed", specs_of(weights)))[0] == 200
-        assert (await post(client, "/end_weight_update", {}))[0] == 200
-        await client.resume(9)
-        assert await client.probe() == 9
-        assert (await client.generate(asked(3, "healed"))).versions.tolist() == [9] * 3
-        taken = [method for method, _ in engine.llm.called]
-        assert taken == ["areal_join", "areal_come", *["areal_begin", "areal_receive", "areal_come"] * 2, "areal_load"]
-
-    drive(scenario)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"names": ["stranger"]}, "'stranger' has shape"),
-        ({"shapes": [[1]]}, "has shape .*, the model's is"),
-        ({"nums_changed": [3]}, "comes as a delta, and nothing is kept"),
-        ({"load_format": None}, "flattened buckets only"),
-        ({"group_name": "other"}, "group 'other' does not exist"),
-    ],
-)
-def test_a_bucket_that_the_model_cannot_take_is_refused_before_anybody_waits_for_it(
-    drive: Drive, model: tuple[Path, dict[str, torch.Tensor]], change: dict[str, Any], complaint: str
-) -> None:
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        await begun(client)
-        body = specs_of(dict([next(iter(model[1].items()))])) | change
-        status, message = await post(client, "/update_weights_from_distributed", body)
-        assert status == 400
-        assert re.search(complaint, message)
-        assert "areal_receive" not in [method for method, _ in engine.llm.called]
-
-    drive(scenario)
-
-
-def test_weights_are_put_into_place_in_a_pause_only(drive: Drive, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    async def scenario(client: EngineClient, _: Any) -> None:
-        assert (await post(client, "/begin_weight_update", {}))[0] == 200
-        for path, body in (("/end_weight_update", {}), ("/update_weights_from_disk", {"model_path": str(model[0])})):
-            status, message = await post(client, path, body)
-            assert (status, "not paused" in message) == (400, True)
-        assert await client.probe() == 0  # nothing has happened to it
-
-    drive(scenario)
-
-
-@pytest.mark.parametrize("method", ["areal_begin", "areal_receive", "areal_come", "areal_load"])
-def test_a_worker_that_fails_half_way_quarantines_the_engine(
-    drive: Drive, model: tuple[Path, dict[str, torch.Tensor]], method: str
-) -> None:
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        await begun(client)
-        engine.llm.failing = method
-        answers = [
-            await post(client, "/begin_weight_update", {}),
-            await post(client, "/update_weights_from_distributed", specs_of(model[1])),
-            await post(client, "/end_weight_update", {}),
-        ]
-        assert any("no route to host" in message for status, message in answers if status == 400)
-        with pytest.raises(GenerationError, match="quarantined"):
-            await client.generate(asked(3))
-
-    drive(scenario)
-
-
-@pytest.mark.parametrize("method", ["areal_begin", "areal_load"])
-def test_D24_a_worker_that_hangs_in_an_update_ends_the_server_so_that_it_is_started_anew(
-    drive: Drive, model: tuple[Path, dict[str, torch.Tensor]], method: str
-) -> None:
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        await begun(client)
-        engine.llm.hanging = method
-        answers = [
-            await post(client, "/begin_weight_update", {}),
-            await post(client, "/update_weights_from_distributed", specs_of(model[1])),
-            await post(client, "/end_weight_update", {}),
-        ]
-        assert any("vLLM's engine has not answered for 0.2 s; it ends" in message for _, message in answers)
-        async with asyncio.timeout(20):
-            with pytest.raises(EngineLost):
-                while True:  # nobody closes the engine here: the server ends by itself
-                    await client._http.call("GET", "/health", None, 1)
-        assert not engine.llm.errored
-
-    drive(scenario, update_timeout_s=0.2)
-
-
-def test_a_request_whose_body_was_on_its_way_when_the_engine_was_quarantined_is_not_served(drive: Drive) -> None:
-    body = json.dumps({"input_ids": list(PROMPT), "return_logprob": True}).encode()
-
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        arrived = asyncio.Event()
-
-        async def slowly() -> AsyncIterator[bytes]:
-            yield body[:9]
-            await arrived.wait()
-            yield body[9:]
-
-        async with ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http:
-            asking = asyncio.create_task(http.post(f"{client._http.url}/generate", data=slowly()))
-            await client.probe()  # the server has begun to read by then
-            engine.quarantined = "an update of its weights failed half-way"
-            arrived.set()
-            assert (await asking).status == 503
-        assert engine.llm.asked == []
-
-    drive(scenario)
-
-
-def test_weights_come_from_disk_and_a_directory_of_another_model_changes_nothing(
-    drive: Drive, model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    async def scenario(client: EngineClient, engine: Any) -> None:
-        transport = DiskTransport(tmp_path / "weights", [client], epoch=1)
-        await transport.publish(3, model[1].items())
-        assert await client.probe() == 3
-        assert [method for method, _ in engine.llm.called] == ["areal_read"]
-        with pytest.raises(WeightUpdateError, match="does not fit"):
-            await transport.publish(4, list(model[1].items())[:-1])
-        assert not engine.quarantined
-
-    drive(scenario)
-
-
-def test_a_tied_head_is_made_ready_again_and_nothing_else() -> None:
-    prepared: list[Any] = []
-
-    class Layer(torch.nn.Module):
-        def __init__(self, weight: torch.nn.Parameter) -> None:
-            super().__init__()
-            self.weight = weight
-            self.quant_method = self
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            prepared.append(layer)
-
-    shared = torch.nn.Parameter(torch.zeros(2, 2))
-    model = torch.nn.ModuleList([Layer(shared), Layer(torch.nn.Parameter(torch.ones(2, 2))), Layer(shared)])
-    prepare_tied(model)
-    assert [id(layer) for layer in prepared] == [id(model[2])]
-
-
-WHOLE = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16)}
-
-
-def changed() -> dict[str, torch.Tensor]:
-    now = {name: tensor.clone() for name, tensor in WHOLE.items()}
-    now["a"][2] = float("nan")
-    now["b"][0] = -0.0
-    return now
-
-
-def taken(arrivals: Arrivals, weights: Iterable[tuple[str, Weight]], *, loaded: bool = True) -> dict[str, torch.Tensor]:
-    arrivals.begin(keeps=True)
-    arrivals.new.update(arrivals.taken(weights))
-    new = arrivals.new
-    if loaded:
-        arrivals.settle(new)
-    return new
-
-
-def test_changes_are_applied_to_what_the_worker_has_and_to_nothing_else() -> None:
-    now = changed()
-    deltas = [(name, difference(WHOLE[name], now[name])) for name in now]
-    arrivals = Arrivals()
-    with pytest.raises(WeightUpdateError, match="'a', of which nothing is held; send it whole"):
-        taken(arrivals, deltas)
-    taken(arrivals, [(name, tensor.clone()) for name, tensor in WHOLE.items()])
-    for name, tensor in taken(arrivals, deltas).items():
-        assert torch.equal(bits(tensor), bits(now[name]))
-    with pytest.raises(WeightUpdateError, match="made against other weights"):
-        taken(arrivals, [(name, difference(now[name], WHOLE[name] + 1)) for name in ("b",)] + deltas)
-
-
-def test_after_a_failed_update_changes_alone_are_refused() -> None:
-    """They were applied to the only copy that there is, so that it is worth nothing."""
-    now = changed()
-    deltas = [(name, difference(WHOLE[name], now[name])) for name in now]
-    arrivals = Arrivals()
-    taken(arrivals, [(name, tensor.clone()) for name, tensor in WHOLE.items()])
-    taken(arrivals, deltas, loaded=False)
-    with pytest.raises(WeightUpdateError, match="nothing is held"):
-        taken(arrivals, deltas)
-    assert taken(arrivals, WHOLE.items()).keys() == WHOLE.keys()
-
-
-def test_without_need_the_worker_keeps_nothing() -> None:
-    arrivals = Arrivals()
-    arrivals.begin(keeps=False)
-    arrivals.new.update(arrivals.taken(WHOLE.items()))
-    arrivals.settle(arrivals.new)
-    assert arrivals.held == arrivals.base == arrivals.new == {}

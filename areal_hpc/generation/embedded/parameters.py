@@ -19,9 +19,7 @@ from areal_hpc.buckets import fingerprint_of
 from areal_hpc.delta import Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.pretrained.architecture import Architecture
-from areal_hpc.pretrained.files import DERIVED_SUFFIX
-
-HEAD = "lm_head.weight"
+from areal_hpc.pretrained.files import DERIVED_SUFFIX, HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

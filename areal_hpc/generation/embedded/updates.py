@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.buckets import BucketMemory, dtype_named, num_bytes, unpack, verify
-from areal_hpc.collective import interfaces, join_group, leave_group
+from areal_hpc.collective import join_group, leave_group
 from areal_hpc.delta import Weight, checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.model import Model
 from areal_hpc.generation.embedded.scheduler import QUARANTINE, Scheduler
+from areal_hpc.generation.served.session import Session, not_formed, opened, require_fresh, require_joined
 from areal_hpc.pretrained.files import check_shapes
 from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
@@ -43,13 +44,9 @@ Arrived = Callable[[], Sequence[tuple[str, Weight]]]
 
 
 @dataclass(slots=True)
-class _Session:
-    """One weight update between ``begin`` and ``end``."""
-
-    names: set[str] = field(default_factory=set)
-    version: str | None = None
-    flush_cache: bool = False
-    loading: Future[None] | None = None  # of the newest bucket
+class _Session(Session):
+    loading: Future[None] | None = None
+    """Of the newest bucket."""
 
     def settle(self) -> None:
         """Wait until the newest bucket is loaded.
@@ -83,21 +80,16 @@ class WeightUpdates:
     def join(self, address: GroupAddress, rank: int) -> None:
         """Enter the trainer's group; returns when all its ranks are there."""
         with self._turn:
-            if address.name in self._groups:
-                raise WeightUpdateError(f"group {address.name!r} has already been created; use a fresh name")
+            require_fresh(address.name, self._groups)
             try:
                 with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
                     self._groups[address.name] = join_group(address, rank, self._timeout_s)
             except (RuntimeError, ValueError) as error:
-                raise WeightUpdateError(
-                    f"group {address.name!r} at {address.host}:{address.port} did not form within "
-                    f"{self._timeout_s:g} s, seen from {interfaces(address.backend)}: {error}"
-                ) from error
+                raise WeightUpdateError(not_formed(address, self._timeout_s, error)) from error
 
     def leave(self, name: str) -> None:
         with self._turn:
-            if name not in self._groups:
-                raise WeightUpdateError(f"group {name!r} does not exist; join it first")
+            require_joined(name, self._groups)
             leave_group(self._groups.pop(name))
 
     def close(self) -> None:
@@ -134,9 +126,8 @@ class WeightUpdates:
             abort_all: end all sequences before.
         """
         with self._turn:
-            session = self._opened()
-            if group not in self._groups:
-                raise WeightUpdateError(f"group {group!r} does not exist; join it first")
+            session = opened(self._session)
+            require_joined(group, self._groups)
             if abort_all:
                 self._call(lambda: self._scheduler.abort(None, "aborted by a weight update"))
             receive = self._receive_flattened if flattened else _receive_each
@@ -144,8 +135,7 @@ class WeightUpdates:
                 arrived = self._or_quarantine(lambda: receive(self._groups[group], specs, checked))
             session.settle()
             session.loading = self._loader.submit(self._or_quarantine, lambda: self._load(session, arrived))
-            session.version = version or session.version
-            session.flush_cache |= flush_cache
+            session.manner(version, flush_cache=flush_cache)
 
     def _receive_flattened(self, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
         buffer = self._memory.take(sum(map(num_bytes, specs)))
@@ -154,10 +144,8 @@ class WeightUpdates:
 
     def _load(self, session: _Session, arrived: Arrived) -> None:
         weights = arrived()
-        twice = session.names & {name for name, _ in weights}
-        if twice:
-            raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
-        session.names |= self._model.spare.load(weights, held=self._model.serving)
+        session.take(name for name, _ in weights)
+        self._model.spare.load(weights, held=self._model.serving)
 
     def end(self) -> None:
         """Close the update: all parameters have come, or none. Closing twice is closing once."""
@@ -179,13 +167,6 @@ class WeightUpdates:
         session, self._session = self._session, None
         if session is not None and session.loading is not None:
             wait([session.loading])  # if it failed, that was dealt with
-
-    def _opened(self) -> _Session:
-        if self._session is None:
-            raise WeightUpdateError(
-                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-            )
-        return self._session
 
     # -- an update from disk
 

@@ -25,6 +25,8 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIED = "AREAL_HPC_TIED_CHILDREN"
+UNFIT = "areal_hpc: "
+"""Begins the line by which a server says what a person has to change; it ends with exit code 2."""
 
 
 def die_with_parent() -> None:

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal_hpc.collective import bracketed, unbracketed
-from areal_hpc.errors import GenerationError
+from areal_hpc.errors import ArealError, ConfigError, GenerationError
+from areal_hpc.exits import EXIT_USER_ERROR
 from areal_hpc.generation.connection import Connection, EngineLost
+from areal_hpc.generation.external.launch import UNFIT
 from areal_hpc.privacy import open_private
 from areal_hpc.telemetry.logs import escape, redact
 from areal_hpc.waits import advance, waiting
@@ -54,6 +56,18 @@ class ServerProcess:
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def death(self) -> ArealError:
+        """Why it has ended, or does not answer, by the end of its log: a ConfigError if that says what a person has to
+        change. Waits a little for one that is about to end."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        if self.alive():
+            return self._failure("does not answer")
+        died = self._failure(f"has ended with code {self._process.returncode}")
+        told = [line for line in self._output.last if line.startswith(UNFIT)]
+        unfit = self._process.returncode == EXIT_USER_ERROR and bool(told)
+        return ConfigError(told[-1].removeprefix(UNFIT)) if unfit else died
 
     async def get(self, path: str) -> Any:
         """What the server answers.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.accelerator import Accelerator
+from areal_hpc.config.lora import NO_LORA, LoraConfig
 
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would bring modules of this process's environment into the engine's."""
@@ -53,6 +54,8 @@ class ServerSpec:
     """Longest time of one step of a weight update, where the engine is told."""
     keeps_weights: bool = False
     """Whether an engine whose worker is ours keeps a copy, against which changes alone may come."""
+    lora: LoraConfig = NO_LORA
+    """Adapters that updates bring alone; the worker merges them."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by the engine's names, which win over what is chosen here."""
 

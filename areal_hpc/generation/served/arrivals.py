@@ -1,15 +1,21 @@
 """New weights beside the model that a worker of SGLang or vLLM computes with: received in a thread, proven, and kept.
 
+    begin(keeps, adapters)       an update: what came of an earlier one and was not loaded is forgotten
+    receive(...)                 any number: a bucket is received and proven
+    lacks()                      why the model cannot be made of what has come
+    weights(device)              all of it; of adapters that came alone, the weights that they make
+    settle()                     the model computes with it
+
 What comes is put into host memory, since a device seldom has room for a model twice. What of it is kept after a load
 is what a later update may bring changes of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +24,11 @@ from areal_hpc.buckets import num_bytes, unpack
 from areal_hpc.collective import join_group
 from areal_hpc.delta import Delta, Weight, apply
 from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.served.merging import Merging, Tensors
 from areal_hpc.transfer import GroupAddress, TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -37,15 +42,22 @@ class Arrivals:
     base: Tensors = field(default_factory=dict)
     """What was held when the update began; changes are applied to it, so that it is worth nothing after a failure."""
     new: Tensors = field(default_factory=dict)
-    coming: Future[None] | None = None
+    merging: Merging | None = None
+    """Of a worker whose updates bring adapters alone."""
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
 
-    def begin(self, *, keeps: bool) -> None:
-        if self.coming is not None:
-            self.coming.exception()  # its group is gone by now; whatever it was, nobody wants it any more
-            self.coming = None
+    def begin(self, *, keeps: bool, adapters: Mapping[str, Any] | None = None) -> None:
+        """Nothing of an earlier update is still coming.
+
+        Args:
+            keeps: whether what is loaded is kept, so that a later update may bring changes of it alone.
+            adapters: what ``merging.order`` says, where updates bring these.
+        """
         self.base, self.held, self.new = self.held, {}, {}
         self.keeps = keeps
+        if adapters is not None:
+            self.merging = self.merging or Merging(adapters)
+            self.merging.begin()
 
     def enter(self, address: GroupAddress, rank: int, timeout_s: float) -> None:
         """Enter the trainer's group."""
@@ -73,6 +85,18 @@ class Arrivals:
             apply(self.base[name], weight)
             yield name, self.base[name]
 
-    def settle(self, new: Tensors) -> None:
-        """``new`` is what the model computes with."""
-        self.held, self.base, self.new = (new if self.keeps else {}), {}, {}
+    def is_ready(self) -> bool:
+        """Whether all is there that does not come, or never will be."""
+        return self.merging is None or self.merging.is_ready()
+
+    def lacks(self) -> str:
+        """Why the model cannot be made of what has come; empty if it can, as far as is known here."""
+        return "" if self.merging is None else self.merging.lacks(self.new)
+
+    def weights(self, device: torch.device | str) -> Iterable[tuple[str, torch.Tensor]]:
+        """What the model is to compute with, by the names of its own weights."""
+        return list(self.new.items()) if self.merging is None else self.merging.whole(self.new, device)
+
+    def settle(self) -> None:
+        """The model computes with what has come."""
+        self.held, self.base, self.new = (self.new if self.keeps else {}), {}, {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import CPU, Accelerator
 from areal_hpc.generation.external.spec import ServerSpec, own_environment, words
-from areal_hpc.generation.sglang.plugin import KEEPS, PLATFORM, SELECTED_BY, STAGING
+from areal_hpc.generation.served.merging import order
+from areal_hpc.generation.sglang.plugin import ORDER, PLATFORM, SELECTED_BY
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 SPARE_TOKENS = 8
@@ -68,9 +70,12 @@ def server_environment(
     return environment | ({SELECTED_BY: PLATFORM} if accelerator is CPU else {})
 
 
-def staging_environment(spec: ServerSpec) -> dict[str, str]:
-    """What has new weights received beside sampling: on CPUs, and wherever a copy of the weights is kept anyway. Not in
-    stages of a pipeline, whose ranks have no vote together."""
-    if spec.pipeline_parallel > 1 or not (spec.accelerator is CPU or spec.keeps_weights):
-        return {}
-    return {STAGING: str(spec.update_timeout_s), **({KEEPS: "1"} if spec.keeps_weights else {})}
+def weights_environment(spec: ServerSpec) -> dict[str, str]:
+    """How it is told to take weights. They are received beside sampling on CPUs, and wherever a copy of the weights is
+    kept anyway; not in stages of a pipeline, whose ranks have no vote together."""
+    adapters = order(spec.model_path, spec.dtype, spec.lora)
+    needed = spec.accelerator is CPU or spec.keeps_weights or adapters is not None
+    stages = needed and spec.pipeline_parallel == 1
+    told: dict[str, Any] = {"limit_s": spec.update_timeout_s, "stages": stages}
+    told |= {"keeps": spec.keeps_weights, "adapters": adapters} if stages else {}
+    return {ORDER: json.dumps(told)}

@@ -1,5 +1,6 @@
 """What SGLang finds under its entry point groups ``sglang.srt.platforms``, a CPU platform, if it is asked for by name,
-and ``sglang.srt.plugins``, weight updates beside sampling (``staging.py``), where the server is told to have them.
+and ``sglang.srt.plugins``, how it takes weights: weight groups in bounded time (``joining.py``), and updates beside
+sampling (``staging.py``), where the server is told to have them.
 
 SGLang activates every platform plugin that is installed unless ``SGLANG_PLATFORM`` names one. A GPU server in the same
 environment must not become a CPU server by that, so this one stays out of the way unless it is named.
@@ -7,13 +8,16 @@ environment must not become a CPU server by that, so this one stays out of the w
 
 from __future__ import annotations
 
+import json
 import os
 
 PLATFORM = "areal_cpu"
 """The name of the entry point, and the value of ``SGLANG_PLATFORM`` that selects it."""
 SELECTED_BY = "SGLANG_PLATFORM"
-STAGING, KEEPS = "AREAL_HPC_STAGING_S", "AREAL_HPC_KEEPS_WEIGHTS"
-"""How a server is told: the longest seconds of a step, and whether what was loaded is kept."""
+ORDER = "AREAL_HPC_WEIGHTS"
+"""How a server is told to take weights, a JSON object: ``limit_s``, the longest seconds of a step; whether it
+``stages`` them beside those that it samples with, and then whether it ``keeps`` what was loaded, and which ``adapters``
+alone come (``served/merging.py``)."""
 
 
 def activate() -> str | None:
@@ -26,10 +30,10 @@ def activate() -> str | None:
 
 def stage() -> None:
     """Called in each of SGLang's processes before it starts there."""
-    if limit_s := os.environ.get(STAGING):
-        from areal_hpc.generation.sglang.staging import register
+    if written := os.environ.get(ORDER):
+        from areal_hpc.generation.sglang.hooks import register
 
-        register(limit_s=float(limit_s), keeps=bool(os.environ.get(KEEPS)))
+        register(**json.loads(written))
 
 
 def declare_vision_operators() -> None:

@@ -16,10 +16,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.errors import ConfigError
+from areal_hpc.generation.capabilities import Capabilities
 from areal_hpc.generation.counters import counted
 from areal_hpc.generation.external.process import ServerProcess, reserved_port, started, url_of
 from areal_hpc.generation.external.spec import ServerSpec
-from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, staging_environment
+from areal_hpc.generation.sglang.arguments import server_arguments, server_environment, weights_environment
 
 DECODED = "sglang:realtime_tokens_total"
 FINISHED = "sglang:num_requests_total"
@@ -49,7 +51,7 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
 @asynccontextmanager
 async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -> AsyncIterator[ServerProcess]:
     """A server that is up, or a node's share of one: SGLang answers there for its health, and no requests. See
-    ``started``."""
+    ``started`` and ``_require_our_code``."""
     with (
         reserved_port(spec.host) as port,
         reserved_port(spec.host) as internal_port,
@@ -63,10 +65,31 @@ async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -
             environment=server_environment(
                 os.environ, spec.accelerator, Path(temporary), spec.tensor_parallel * spec.pipeline_parallel
             )
-            | staging_environment(spec),
+            | weights_environment(spec),
             url=url_of(spec.host, port),
             key=spec.key,
             log=log,
             start_s=start_s,
         ) as server:
+            await _require_our_code(server, spec)
             yield server
+
+
+async def _require_our_code(server: ServerProcess, spec: ServerSpec) -> None:
+    """See to it that SGLang has taken in what the trainer relies on. Of several nodes the first answers for all.
+
+    Raises:
+        ConfigError: it has not, and would refuse each update that needs it.
+        GenerationError: it did not answer, or refused.
+    """
+    needs = [
+        key for key, needed in (("weights.delta", spec.keeps_weights), ("model.lora", bool(spec.lora.rank))) if needed
+    ]
+    if not needs or (spec.share is not None and spec.share.node > 0):
+        return
+    if not Capabilities.read(await server.get("/server_info")).manifests:
+        raise ConfigError(
+            f"generation.python: this SGLang does not let weights be taken as {' and '.join(needs)} "
+            f"need{'s' if len(needs) == 1 else ''} it; its log says which place of its own it lacks. Take one that "
+            "examples/sglang_environment installs, or leave that out"
+        )

@@ -1,4 +1,4 @@
-"""Weight updates beside sampling in SGLang, through its interface for plugins (entry points ``sglang.srt.plugins``).
+"""Weight updates beside sampling in SGLang, through its interface for plugins: ``hooks.py`` says where.
 
 SGLang receives a bucket and loads it in the loop that samples, and waits for running requests before it does, unless it
 is paused. Here a bucket is received and proven in a thread, into host memory, while requests run, and only what the
@@ -11,16 +11,16 @@ client asks for last, in a pause, touches the model:
     end_weight_update                                       all ranks have all of it, or nothing happens: the
                                                             model's weights are loaded, as SGLang loads them
 
-With weights that are kept, changes alone may come, and a directory may hold changes. A request whose load format is not
-ours is SGLang's own affair.
+With weights that are kept, changes alone may come, and a directory may hold changes. Of adapters that come alone the
+weights are made that SGLang loads. A request whose load format is not ours is SGLang's own affair.
 
 Imported by SGLang alone, in the environment that SGLang is installed in.
 """
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,36 +34,6 @@ from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation import manifest
 from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.weight_files import MANIFEST, read_update
-
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-
-
-def register(*, limit_s: float, keeps: bool) -> None:
-    """Have SGLang of this process do it; arguments as of ``Staged``.
-
-    Raises:
-        AttributeError, ImportError: this SGLang lacks one of the places, so that none is taken. SGLang logs that, and
-            takes weights as ever.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    staged = Staged(limit_s=limit_s, keeps=keeps)
-    hooks = (
-        (f"{TOKENIZER}._weight_update_session_call", begin_at_once),
-        (f"{TOKENIZER}.update_weights_from_distributed", receive_at_once),
-        (f"{UPDATER}.begin_weight_update", staged.begin),
-        (f"{UPDATER}.update_weights_from_distributed", staged.receive),
-        (f"{UPDATER}.end_weight_update", staged.end),
-        (f"{UPDATER}.update_weights_from_disk", staged.read),
-        (f"{SCHEDULER}.get_internal_state", staged.tell),  # which its /server_info shows
-    )
-    for target, _ in hooks:
-        pkgutil.resolve_name(target)
-    for target, hook in hooks:
-        HookRegistry.register(target, hook, HookType.AROUND)
-
 
 # -- in the tokenizer's process, which else waits until no request runs
 
@@ -104,10 +74,12 @@ class Staged:
     Args:
         limit_s: longest wait for the thread that receives.
         keeps: whether what was loaded stays in host memory.
+        adapters: what ``merging.order`` says, where adapters come alone.
     """
 
     limit_s: float
     keeps: bool
+    adapters: Mapping[str, Any] | None = None
     is_open: bool = False
     """Whether an update has begun, on this rank as on all others: whatever became of it here, they vote at its end."""
     failed: str = ""
@@ -144,8 +116,7 @@ class Staged:
 
         if not self.is_open:
             return original(updater, request)
-        if late := wait(self.coming, self.limit_s).not_done:
-            self.failed = self.failed or f"{len(late)} buckets are late"
+        self._await()
         return _told(EndWeightUpdateReqOutput, self._put_into_place(updater))
 
     def read(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -160,6 +131,7 @@ class Staged:
                 self.arrivals.new.update(self.arrivals.taken(read_update(directory)))
             except (WeightUpdateError, SafetensorError, OSError) as error:
                 self.failed = f"{directory} cannot be taken: {error}"
+            self._await()
         if not (failed := self._put_into_place(updater)):
             updater.flush_cache_after_weight_update(request)
             updater.record_weight_version_after_update(request.weight_version)
@@ -176,9 +148,17 @@ class Staged:
         if wait(self.coming, self.limit_s).not_done:  # its group is gone, so it ends by that group's own limit
             self.failed = "a bucket of an earlier update is still coming"
             return self.failed
-        self.arrivals.begin(keeps=self.keeps)
+        self.arrivals.begin(keeps=self.keeps, adapters=self.adapters)
         self.coming = []
         return ""
+
+    def _await(self) -> None:
+        """Wait for what is to come, in bounded time."""
+        deadline = time.monotonic() + self.limit_s
+        if late := wait(self.coming, self.limit_s).not_done:
+            self.failed = self.failed or f"{len(late)} buckets are late"
+        elif self.arrivals.merging is not None:
+            self.arrivals.merging.wait(deadline - time.monotonic())
 
     def _failure(self) -> str:
         """Why this rank cannot take the update, as far as is known."""
@@ -189,20 +169,19 @@ class Staged:
     def _put_into_place(self, updater: Any) -> str:
         """Load what has come: on all ranks of the engine, or on none; what went wrong."""
         self.is_open = False
-        failed = self._failure()
+        failed = self._failure() or self.arrivals.lacks()
         if not _all_agree(updater, not failed):
             return failed or "another rank of this engine has not got all of the weights"
-        new = self.arrivals.new
         updaters = [runner.weight_updater for _, runner in updater._select_runners()]
         for one in updaters:
             one.begin_weight_update()
-        outcomes = [one.load_weights_from_distributed(list(new.items())) for one in updaters]
+        outcomes = [one.load_weights_from_distributed(self.arrivals.weights(one.device)) for one in updaters]
         for one in updaters:
             one.end_weight_update(run_post_load=False)
         wrong = next((message for success, message in outcomes if not success), "")
         if not _all_agree(updater, not wrong):
             return wrong or "another rank of this engine could not load the weights"
-        self.arrivals.settle(new)
+        self.arrivals.settle()
         return ""
 
 

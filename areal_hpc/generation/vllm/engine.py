@@ -125,7 +125,9 @@ class VllmEngine:
         self.vocab_size: int = self.llm.model_config.get_vocab_size()
         self.paused = False
         self.hangs = ""
-        """Why it is to end; empty while nothing is known of that kind."""
+        """Why it is to end, and start anew; empty while nothing is known of that kind."""
+        self.unfit = ""
+        """Why it is to end for good: what a person has to change."""
         self.quarantined = ""
         """Why it serves nothing until whole weights have come; empty if it serves."""
         self.num_generated = 0
@@ -140,7 +142,7 @@ class VllmEngine:
         self.llm.shutdown(timeout=END_S)
 
     def alive(self) -> bool:
-        return not self.llm.errored and not self.hangs
+        return not (self.llm.errored or self.hangs or self.unfit)
 
     def load(self) -> dict[str, int]:
         """``max_num_seqs`` run at once, the rest waits."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from areal_hpc.generation.external.process import ServerProcess, reserved_port, started, url_of
 from areal_hpc.generation.external.spec import ServerSpec
+from areal_hpc.generation.served.merging import order
 from areal_hpc.generation.vllm.arguments import engine_arguments, server_environment
 
 
@@ -45,6 +46,7 @@ async def serving(spec: ServerSpec, *, python: str, log: Path, start_s: float) -
             "version": spec.version,
             "update_timeout_s": spec.update_timeout_s,
             "keeps_weights": spec.keeps_weights,
+            "adapters": order(spec.model_path, spec.dtype, spec.lora),
         }
         async with started(
             "vLLM",

@@ -3,8 +3,8 @@
     arguments   {"host": ..., "port": ..., "key": ..., "version": ..., ...}   ours, one JSON object
                 --model ... --max-model-len ...                                                   vLLM's own
 
-It ends when vLLM's engine has died, or hangs in a weight update, and on SIGINT. Answers have the shapes of the embedded
-engine's server.
+It ends when vLLM's engine has died, hangs in a weight update or is too slow for it, and on SIGINT. Answers have the
+shapes of the embedded engine's server.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from vllm import __version__ as vllm_version
 
 from areal_hpc.collective import unbracketed
 from areal_hpc.errors import DataError, GenerationError
+from areal_hpc.exits import EXIT_USER_ERROR
+from areal_hpc.generation.external.launch import UNFIT
 from areal_hpc.generation.served.exchange import (
     DONE,
     EVENTS,
@@ -169,7 +171,11 @@ async def serve(engine: VllmEngine, ours: Mapping[str, Any]) -> None:
     """Answer requests until the engine has died."""
     await engine.start()
     updates = WeightUpdates(
-        engine, asyncio.get_running_loop(), timeout_s=ours["update_timeout_s"], keeps=ours["keeps_weights"]
+        engine,
+        asyncio.get_running_loop(),
+        timeout_s=ours["update_timeout_s"],
+        keeps=ours["keeps_weights"],
+        adapters=ours["adapters"],
     )
     application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(ours["key"]), errors_as_answers])
     application.add_routes([*EngineRoutes(engine, updates).table(), *WeightRoutes(updates).table()])
@@ -192,6 +198,9 @@ def main() -> None:
             await serve(engine, ours)
         finally:
             engine.close()
+        if engine.unfit:
+            print(f"{UNFIT}{engine.unfit}", file=sys.stderr)
+            sys.exit(EXIT_USER_ERROR)
         sys.exit(engine.hangs or "vLLM's engine has died; see above")
 
     try:

@@ -10,40 +10,44 @@
 For the last step generation must be paused: in between the model is in parts. After an update that fails the trainer
 has newer weights, and the model perhaps none that are worth anything, so the engine is quarantined: it serves nothing
 until a whole update has been loaded.
+
+Every step has a time limit. What the workers do in a thread may be late: it is given up, and sampling goes on. Workers
+that do not answer hang, and vLLM ends, to be started anew. Only a load is given more time than the trainer waits for
+it, so that one that is slow is told from one that hangs: starting anew would make it no faster. After ``LATE_LOADS``
+of those in a row there is no point in going on, and vLLM ends for good, with what to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.served.merging import lora_of
+from areal_hpc.generation.served.session import Session, opened, require_fresh, require_joined
 from areal_hpc.generation.vllm.engine import VllmEngine
-from areal_hpc.pretrained.files import DERIVED_SUFFIX, check_shapes, read_shapes
+from areal_hpc.pretrained.files import HEAD, check_shapes, read_shapes, trainable
+from areal_hpc.pretrained.lora import travelling_shapes
 from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.waits import LEADER, waiting
 from areal_hpc.weight_files import shapes_in
 
-HEAD = "lm_head.weight"
 POLL_S = 0.01
 """Between two looks at what workers wait for in a thread."""
+PATIENCE = 4
+"""So many times the limit of a step a load may take before it is said to hang."""
+LATE_LOADS = 3
+GRACE_S = 1.0
+"""What a thread's own limit, which says more, is waited for besides."""
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Session:
-    """One weight update between ``begin`` and ``end``."""
-
-    names: set[str] = field(default_factory=set)
-    version: str | None = None
-    flush_cache: bool = False
 
 
 class WeightUpdates:
@@ -55,21 +59,31 @@ class WeightUpdates:
         loop: the engine's.
         timeout_s: longest time of one step.
         keeps: whether the workers keep a copy in host memory, so that changes alone may come.
+        adapters: what ``merging.order`` says, where adapters come alone.
     """
 
     def __init__(
-        self, engine: VllmEngine, loop: asyncio.AbstractEventLoop, *, timeout_s: float, keeps: bool = False
+        self,
+        engine: VllmEngine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        timeout_s: float,
+        keeps: bool = False,
+        adapters: Mapping[str, Any] | None = None,
     ) -> None:
         self.keeps = keeps
         self._engine, self._loop = engine, loop
-        self._timeout_s = timeout_s
+        self._timeout_s, self._adapters = timeout_s, adapters
         self._groups: set[str] = set()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._turn = threading.Lock()
-        shapes = read_shapes(engine.model_path)
-        self._shapes = {name: shape for name, shape in shapes.items() if not name.endswith(DERIVED_SUFFIX)}
-        tied = bool(getattr(engine.llm.model_config.hf_config, "tie_word_embeddings", False))
-        self._optional = {HEAD} if tied else set()
+        self._num_late = 0  # loads in a row
+        stored = read_shapes(engine.model_path)
+        trained = {name: stored[name] for name in trainable(stored, engine.model_path)}
+        self._shapes = trained if adapters is None else travelling_shapes(trained, lora_of(adapters))
+        """All that an update must hold,"""
+        self._optional = {HEAD} - trained.keys() if adapters is None else set()
+        """and what it may: whatever a trainer calls the head of a model that has none of its own."""
 
     @property
     def is_open(self) -> bool:
@@ -81,26 +95,28 @@ class WeightUpdates:
     def join(self, address: GroupAddress, rank: int) -> None:
         """Enter the trainer's group with all workers, the first as ``rank``; returns when all its ranks are there."""
         with self._turn:
-            if address.name in self._groups:
-                raise WeightUpdateError(f"group {address.name!r} has already been created; use a fresh name")
+            require_fresh(address.name, self._groups)
             with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
-                self._coming(self._workers, "areal_join", asdict(address), rank, self._timeout_s)
+                self._coming("areal_join", asdict(address), rank, self._timeout_s)
             self._groups.add(address.name)
 
     def leave(self, name: str) -> None:
         with self._turn:
-            if name not in self._groups:
-                raise WeightUpdateError(f"group {name!r} does not exist; join it first")
+            require_joined(name, self._groups)
             self._groups.discard(name)
             self._workers("areal_leave", name)
 
     # -- an update in buckets
 
     def begin(self) -> None:
-        """Open an update. One that was open is given up."""
+        """Open an update. One that was open is given up.
+
+        Raises:
+            WeightUpdateError: a bucket of it is still coming.
+        """
         with self._turn:
-            self._taking("areal_begin", self.keeps)
-            self._session = _Session()
+            self._taking(self._begun)
+            self._session = Session()
 
     def load_bucket(
         self,
@@ -115,21 +131,18 @@ class WeightUpdates:
     ) -> None:
         """Receive the tensors of ``specs`` from rank 0 of ``group``; arguments as for the embedded engine."""
         with self._turn:
-            session = self._opened()
-            if group not in self._groups:
-                raise WeightUpdateError(f"group {group!r} does not exist; join it first")
+            session = opened(self._session)
+            require_joined(group, self._groups)
             if not flattened:
                 raise WeightUpdateError("vLLM takes flattened buckets only; send load_format flattened_bucket")
             self._known(specs)
-            if twice := session.names & {spec.name for spec in specs}:
-                raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
+            session.take(spec.name for spec in specs)
             if abort_all:
                 self._await(self._engine.abort(None))
+            told = [asdict(spec) for spec in specs]
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-                self._coming(self._taking, "areal_receive", group, [asdict(spec) for spec in specs], checked)
-            session.names |= {spec.name for spec in specs}
-            session.version = version or session.version
-            session.flush_cache |= flush_cache
+                self._taking(lambda: self._coming("areal_receive", group, told, checked))
+            session.manner(version, flush_cache=flush_cache)
 
     def end(self) -> None:
         """Close the update: all parameters have come. Closing twice is closing once."""
@@ -138,13 +151,13 @@ class WeightUpdates:
                 return
             self._paused()
             session, self._session = self._session, None
-            if missing := sorted(self._shapes.keys() - self._optional - session.names):
+            if missing := sorted(self._shapes.keys() - session.names):
                 self._quarantine("an update of its weights lacked parameters")
                 raise WeightUpdateError(
                     f"{len(missing)} parameters did not come, such as {missing[:3]}; the engine is quarantined until "
                     "a whole update comes"
                 )
-            self._taking("areal_load")
+            self._taking(lambda: self._loading("areal_load"))
             self._serve(session.version, flush_cache=session.flush_cache)
 
     # -- an update from disk
@@ -157,12 +170,12 @@ class WeightUpdates:
         """
         with self._turn:
             self._paused()
-            needed = {name: shape for name, shape in self._shapes.items() if name not in self._optional}
-            check_shapes(directory, needed, shapes_in(directory))
+            check_shapes(directory, self._shapes, shapes_in(directory))
             if abort_all:
                 self._await(self._engine.abort(None))
             self._session = None
-            self._taking("areal_read", str(directory), self.keeps)
+            self._taking(self._begun)
+            self._taking(lambda: self._loading("areal_read", str(directory)))
             self._serve(version, flush_cache=flush_cache)
             return sum(self._engine.load()[name] for name in ("num_running", "num_waiting"))
 
@@ -183,15 +196,8 @@ class WeightUpdates:
         self._engine.quarantined = why
         self._await(self._engine.abort(None))
 
-    def _opened(self) -> _Session:
-        if self._session is None:
-            raise WeightUpdateError(
-                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-            )
-        return self._session
-
     def _known(self, specs: Sequence[TensorSpec]) -> None:
-        """Raises WeightUpdateError unless the checkpoint that the engine was started with has such tensors."""
+        """Raises WeightUpdateError unless the model that the engine was started with has, or is given, such tensors."""
         for spec in specs:
             if spec.num_changed is not None and not self.keeps:
                 raise WeightUpdateError(
@@ -208,43 +214,77 @@ class WeightUpdates:
             self._await(self._engine.name_version(version))
         self._engine.quarantined = ""
 
-    def _await(self, action: Coroutine[Any, Any, T]) -> T:
-        """What the engine answers. One that does not in time never will, and ends, so that it is started anew.
+    # -- with the workers
 
-        Raises:
-            WeightUpdateError: it does not.
-        """
-        answer = asyncio.run_coroutine_threadsafe(action, self._loop)
-        if not wait([answer], self._timeout_s).done:
-            answer.cancel()
-            self._engine.hangs = f"vLLM's engine has not answered for {self._timeout_s:g} s"
-            raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
-        return answer.result()
+    def _begun(self) -> None:
+        """Have them begin, once nothing of an earlier update comes any more: its group is gone, so it ends soon."""
+        self._until(lambda: all(self._workers("areal_idle")), "a bucket of an earlier update is still coming")
+        self._workers("areal_begin", self.keeps, self._adapters)
 
-    def _coming(self, call: Callable[..., list[Any]], method: str, *arguments: Any) -> None:
-        """Have the workers begin what depends on others, and return when it has ended on all; they compute on."""
-        call(method, *arguments)
-        while not all(call("areal_come")):
+    def _coming(self, method: str, *arguments: Any) -> None:
+        """Have them begin what depends on others, and return when it has ended on all; they compute on."""
+        self._workers(method, *arguments)
+        what = method.removeprefix("areal_")
+        self._until(lambda: all(self._workers("areal_come")), f"vLLM's workers did not {what} in {self._timeout_s:g} s")
+
+    def _until(self, done: Callable[[], bool], late: str) -> None:
+        """Return once it is so. Raises WeightUpdateError if that is ``late``."""
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise WeightUpdateError(late)
             time.sleep(POLL_S)
 
-    def _workers(self, method: str, *arguments: Any) -> list[Any]:
+    def _loading(self, method: str, *arguments: Any) -> None:
+        """Have them make the model of what has come.
+
+        Raises:
+            WeightUpdateError: they cannot, or were too late for the trainer.
+        """
+        self._until(lambda: all(self._workers("areal_ready")), "what adapters are merged into is still being read")
+        began = time.monotonic()
+        self._workers(method, *arguments, limit_s=self._timeout_s * PATIENCE)
+        if (took := time.monotonic() - began) <= self._timeout_s:
+            self._num_late = 0
+            return
+        self._num_late += 1
+        late = f"vLLM took {took:.1f} s to load them, longer than limits.weight_update_s = {self._timeout_s:g} allows"
+        if self._num_late == LATE_LOADS:
+            self._engine.unfit = f"{late}, {LATE_LOADS} times in a row; raise it to {math.ceil(2 * took)}"
+        raise WeightUpdateError(late)
+
+    def _taking(self, step: Callable[[], None]) -> None:
+        """A step after whose failure nobody knows what the model holds."""
+        try:
+            step()
+        except WeightUpdateError as error:
+            self._session = None
+            self._quarantine("an update of its weights failed half-way")
+            raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
+
+    def _workers(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
         """What each worker says to one call, made on all at once between two steps.
 
         Raises:
             WeightUpdateError: it failed on one of them. vLLM tells only that failure's text.
         """
         try:
-            return self._await(self._engine.llm.collective_rpc(method, args=arguments))
+            return self._await(self._engine.llm.collective_rpc(method, args=arguments), limit_s)
         except WeightUpdateError:
             raise
         except Exception as error:  # whatever a worker raised: vLLM hands it on as a bare Exception
             raise WeightUpdateError(f"vLLM's workers could not {method.removeprefix('areal_')}: {error}") from error
 
-    def _taking(self, method: str, *arguments: Any) -> list[Any]:
-        """The same of a step after whose failure nobody knows what the model holds."""
-        try:
-            return self._workers(method, *arguments)
-        except WeightUpdateError as error:
-            self._session = None
-            self._quarantine("an update of its weights failed half-way")
-            raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
+    def _await(self, action: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+        """What the engine answers. One that does not in time never will, and ends, so that it is started anew.
+
+        Raises:
+            WeightUpdateError: it does not.
+        """
+        limit_s = limit_s or self._timeout_s
+        answer = asyncio.run_coroutine_threadsafe(action, self._loop)
+        if not wait([answer], limit_s).done:
+            answer.cancel()
+            self._engine.hangs = f"vLLM's engine has not answered for {limit_s:g} s"
+            raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
+        return answer.result()

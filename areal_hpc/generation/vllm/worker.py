@@ -3,27 +3,31 @@
 vLLM mixes this class into its own worker and calls its methods by name, on all workers at once, between two steps.
 
     areal_join(address, rank_offset)   in a thread, while the worker computes on
-    areal_begin(keeps)                 what came of an earlier update and was not loaded is forgotten
+    areal_begin(keeps, adapters)       what came of an earlier update and was not loaded is forgotten
     areal_receive(group, specs)        any number, in that thread: a bucket is received and proven
     areal_come()                       whether the thread has done what it was last told to
+    areal_idle()                       the same, however that ended
+    areal_ready()                      whether all is there that does not come: what adapters are merged into
     areal_load()                       in a pause: all that has come takes the place of the old weights
-    areal_read(directory)              in a pause: the same, of all weights in a directory
+    areal_read(directory)              in a pause, after a beginning: the same, of all that is in a directory
 
-What comes is put into host memory, since a device seldom has room for a model twice. With ``keeps`` it stays there
-afterwards, so that a later update may bring changes alone. A load that fails leaves the model whole, with weights that
-are worth nothing; it takes the next update.
+What comes is put into host memory, since a device seldom has room for a model twice: ``served/arrivals.py``. A load
+that fails leaves the model whole, with weights that are worth nothing; it takes the next update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from areal_hpc.collective import leave_group
-from areal_hpc.generation.served.arrivals import Arrivals, Tensors
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.served.arrivals import Arrivals
+from areal_hpc.generation.served.merging import Tensors
 from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weight_files import read_update
 
@@ -35,6 +39,8 @@ class Receiver:
     device: torch.device
     vllm_config: Any
     model_runner: Any
+    _areal_coming: Future[None] | None = None
+    """What the thread was last told to do."""
 
     @property
     def areal_arrivals(self) -> Arrivals:
@@ -47,19 +53,20 @@ class Receiver:
     def areal_join(self, address: Mapping[str, Any], rank_offset: int, timeout_s: float) -> None:
         """Begin to enter the trainer's group."""
         arrivals, rank = self.areal_arrivals, rank_offset + self.rank
-        arrivals.coming = arrivals.pool.submit(arrivals.enter, GroupAddress(**address), rank, timeout_s)
+        self._areal_coming = arrivals.pool.submit(arrivals.enter, GroupAddress(**address), rank, timeout_s)
 
     def areal_leave(self, name: str) -> None:
         leave_group(self.areal_arrivals.groups.pop(name))
 
-    def areal_begin(self, keeps: bool) -> None:
-        self.areal_arrivals.begin(keeps=keeps)
+    def areal_begin(self, keeps: bool, adapters: Mapping[str, Any] | None) -> None:
+        assert self.areal_idle(), "something is still coming"
+        self.areal_arrivals.begin(keeps=keeps, adapters=adapters)
 
     def areal_receive(self, group: str, specs: Sequence[Mapping[str, Any]], checked: bool) -> None:
         """Begin to take one bucket."""
         arrivals = self.areal_arrivals
         tensors = [TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in specs]
-        arrivals.coming = arrivals.pool.submit(arrivals.receive, group, tensors, self.device, checked=checked)
+        self._areal_coming = arrivals.pool.submit(arrivals.receive, group, tensors, self.device, checked=checked)
 
     def areal_come(self) -> bool:
         """Whether what was begun has ended.
@@ -67,30 +74,49 @@ class Receiver:
         Raises:
             WeightUpdateError, RuntimeError: it has failed.
         """
-        coming = self.areal_arrivals.coming
+        coming = self._areal_coming
         if coming is None or not coming.done():
             return coming is None
-        self.areal_arrivals.coming = None
+        self._areal_coming = None
         coming.result()
         return True
 
-    def areal_load(self) -> None:
-        """Let the model compute with what has come."""
-        arrivals = self.areal_arrivals
-        self.areal_replace(arrivals.new.items())
-        arrivals.settle(arrivals.new)
+    def areal_idle(self) -> bool:
+        """Whether what was begun has ended, well or not: nobody wants it any more."""
+        if self._areal_coming is not None and self._areal_coming.done():
+            self._areal_coming = None
+        return self._areal_coming is None
 
-    def areal_read(self, directory: str, keeps: bool) -> None:
+    def areal_ready(self) -> bool:
+        """Whether all is there that does not come."""
+        return self.areal_arrivals.is_ready()
+
+    def areal_load(self) -> None:
+        """Let the model compute with what has come.
+
+        Raises:
+            WeightUpdateError: of adapters others came than are asked for; the model is as it was.
+        """
+        arrivals = self.areal_arrivals
+        if lacks := arrivals.lacks():
+            raise WeightUpdateError(lacks)
+        self.areal_replace(arrivals.weights(self.device))
+        arrivals.settle()
+
+    def areal_read(self, directory: str) -> None:
         """Let the model compute with what is in a directory.
 
         Raises:
-            WeightUpdateError: a tensor is not what the trainer wrote.
+            WeightUpdateError: a tensor is not what the trainer wrote; or as for ``areal_load``.
         """
         arrivals = self.areal_arrivals
-        arrivals.begin(keeps=keeps)
-        kept: Tensors = {}
-        self.areal_replace(_noting(arrivals.taken(read_update(Path(directory))), kept if keeps else None))
-        arrivals.settle(kept)
+        coming = arrivals.taken(read_update(Path(directory)))
+        if arrivals.merging is None:  # one by one, since there may be room for no other model
+            self.areal_replace(_noting(coming, arrivals.new if arrivals.keeps else None))
+            arrivals.settle()
+            return
+        arrivals.new.update(coming)
+        self.areal_load()
 
     def areal_replace(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the model apart, layer by layer, and put it together of ``weights``."""

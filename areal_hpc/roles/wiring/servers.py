@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc import accelerator
 from areal_hpc.cluster.components import engine_of_part, nodes_of_engine
 from areal_hpc.config.cluster import Shape
+from areal_hpc.config.derived import takes_whole
+from areal_hpc.config.lora import NO_LORA
 from areal_hpc.config.schema import Config, EngineName
 from areal_hpc.errors import ConfigError
 from areal_hpc.roles.launches import Launch
@@ -26,9 +28,12 @@ Load = Callable[[], Awaitable[Mapping[str, Any]]]
 
 FINDS_SGLANG = """
 from importlib.metadata import entry_points, version
-names = {found.name for group in ("platforms", "plugins") for found in entry_points(group=f"sglang.srt.{group}")}
 from importlib.util import find_spec
-print(version("sglang"), "areal_cpu" in names, "areal_hpc" in names and find_spec("google_crc32c") is not None)
+from pathlib import Path
+names = {found.name for group in ("platforms", "plugins") for found in entry_points(group=f"sglang.srt.{group}")}
+takes_hooks = any((Path(place) / "srt/plugins").is_dir() for place in find_spec("sglang").submodule_search_locations)
+ours = "areal_hpc" in names and find_spec("google_crc32c") is not None
+print(version("sglang"), "areal_cpu" in names, ours and takes_hooks)
 """
 FINDS_VLLM = """
 from importlib.metadata import PackageNotFoundError, version
@@ -131,6 +136,7 @@ def spec_of(process: RoleProcess, launch: Launch | None = None) -> ServerSpec:
         version=str(config.evaluation.step),
         update_timeout_s=config.limits.weight_update_s,
         keeps_weights=config.weights.delta,
+        lora=NO_LORA if takes_whole(config) else config.model.lora,
         extra=config.generation.server_args,
     )
 
@@ -162,6 +168,8 @@ def check_server(config: Config) -> None:
             lacks.append("run on a CPU")
         if config.weights.delta and not ours[1]:
             lacks.append("take changes alone (weights.delta)")
+        if config.model.lora.rank and not takes_whole(config) and not ours[1]:
+            lacks.append("take adapters alone (model.lora)")
     if lacks:
         raise ConfigError(
             f"generation.python: {kind.name} {version} of {interpreter} cannot {' or '.join(lacks)} without this "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc import accelerator
 from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import EngineName
+from areal_hpc.errors import ArealError, GenerationError
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import token_of
 from areal_hpc.roles.wiring.servers import seed_of, started_server
@@ -30,6 +31,8 @@ class ServedEngine:
     """Raises OSError where it cannot be seen whether the nodes of an engine that has several hold together."""
     load: Callable[[], Awaitable[Mapping[str, Any]]]
     """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
+    death: Callable[[], ArealError]
+    """What is to be raised of one that is not alive any more, or does not answer."""
 
 
 def serve_engine(process: RoleProcess) -> AbstractAsyncContextManager[ServedEngine]:
@@ -65,7 +68,12 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     token = token_of(process, process.index, process.incarnation)
     url, server = await start_server(engine, host=process.host, token=token)
     try:
-        yield ServedEngine(url=url, alive=lambda: engine.scheduler.alive, load=Meter(_looking_at(engine)).load)
+        yield ServedEngine(
+            url=url,
+            alive=lambda: engine.scheduler.alive,
+            load=Meter(_looking_at(engine)).load,
+            death=lambda: GenerationError(f"the engine of {process.name} has ended; see the log above"),
+        )
     finally:
         await server.cleanup()
         engine.close()
@@ -112,4 +120,7 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         def alive() -> bool:
             return server.alive() and not (over.done() and over.result())
 
-        yield ServedEngine(url=server.url, alive=alive, load=Meter(load).load)
+        def death() -> ArealError:
+            return GenerationError(over.result()) if over.done() else server.death()
+
+        yield ServedEngine(url=server.url, alive=alive, load=Meter(load).load, death=death)

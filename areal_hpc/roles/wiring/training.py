@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import compute_deterministically
+from areal_hpc.buckets import dtype_named
 from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.buffer.order import fixed_order
@@ -21,6 +23,7 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.journal import Journal
+from areal_hpc.pretrained.files import read_shapes, trainable
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
 from areal_hpc.roles.process import RoleProcess
@@ -196,6 +199,7 @@ def _make_archiver(process: RoleProcess) -> Archiver | None:
 def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> WeightTransport:
     config = process.config
     baseline = Baseline(config.weights.whole_every) if config.weights.delta else None
+    stands_for = _frozen_bytes(config)
     if config.weights.transport is TransportName.DISK:
         return DiskTransport(
             process.run.weights,
@@ -203,6 +207,7 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
             epoch=process.epoch,
             timeout_s=config.limits.weight_update_s,
             baseline=baseline,
+            stands_for=stands_for,
         )
     from areal_hpc import accelerator
 
@@ -216,4 +221,15 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
         timeout_s=config.limits.weight_update_s,
         host=process.host,
         baseline=baseline,
+        stands_for=stands_for,
     )
+
+
+def _frozen_bytes(config: Config) -> int | None:
+    """Bytes of the weights in whose place adapters are sent; None where it is the weights that are."""
+    if config.model.lora.rank == 0 or takes_whole(config):
+        return None
+    directory = Path(config.model.path)
+    shapes = read_shapes(directory)
+    count = sum(math.prod(shapes[name]) for name in trainable(shapes, directory))
+    return count * dtype_named(config.model.dtype).itemsize

@@ -1,0 +1,87 @@
+"""SGLang enters the trainer's weight group within our time limit, and samples on meanwhile.
+
+Its own way in blocks the loop that samples, for as long as torch likes: 10 minutes to half an hour when a member does
+not come. Here a thread of each scheduler enters:
+
+    client                      tokenizer's process            each scheduler
+    init_weights_update_group   asks                           a thread begins to enter; "it is forming"
+                                asks again, and again          "it is forming"
+                                tells what came of it          has the group, or says why not
+
+A group that did not form has no members left here, and its name can be forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from areal_hpc.collective import join_group
+from areal_hpc.generation.served.session import not_formed
+from areal_hpc.transfer import GroupAddress
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FORMING = "areal_hpc: the group is forming"
+"""What a scheduler says of a group that it has begun to enter; of several ranks' words SGLang makes one text."""
+POLL_S = 0.05
+
+
+async def join_patiently(original: Callable[..., Any], self: Any, request: Any, *more: Any) -> tuple[bool, str]:
+    """In the tokenizer's process; ends, since each scheduler's entry has a limit."""
+    while True:
+        success, message = await original(self, request, *more)
+        if FORMING not in message:
+            return success, message
+        await asyncio.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class Joining:
+    """In each scheduler: the groups that this rank enters.
+
+    Args:
+        limit_s: longest time of an entry, and then of each operation on the group.
+    """
+
+    limit_s: float
+    entering: dict[GroupAddress, Future[ProcessGroup]] = field(default_factory=dict)
+    outcomes: dict[GroupAddress, str] = field(default_factory=dict)
+    """What became of each: empty of one that was entered. Asked again and again while other ranks are not so far."""
+
+    def join(self, _: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Begin to enter, or say how that stands."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqOutput as Output
+
+        runner = updater.tp_worker.model_runner.weight_updater
+        address = GroupAddress(
+            host=request.master_address,
+            port=int(request.master_port),
+            name=request.group_name,
+            world_size=request.world_size,
+            backend=request.backend,
+        )
+        if address not in self.outcomes and address not in self.entering:
+            self.entering[address] = self._begin(address, request.rank_offset + runner.tp_rank)
+        if address in self.entering:
+            if not self.entering[address].done():
+                return Output(success=False, message=FORMING)
+            self.outcomes[address] = self._end(self.entering.pop(address), address, runner._model_update_group)
+        failed = self.outcomes[address]
+        return Output(success=not failed, message=failed or f"Joined group {address.name}.")
+
+    def _begin(self, address: GroupAddress, rank: int) -> Future[ProcessGroup]:
+        pool = ThreadPoolExecutor(1, "joining")  # of its own: one that nobody wants any more must not be waited for
+        entering = pool.submit(join_group, address, rank, self.limit_s)
+        pool.shutdown(wait=False)
+        return entering
+
+    def _end(self, entered: Future[ProcessGroup], address: GroupAddress, groups: dict[str, ProcessGroup]) -> str:
+        if (error := entered.exception()) is None:
+            groups[address.name] = entered.result()
+            return ""
+        return not_formed(address, self.limit_s, error)

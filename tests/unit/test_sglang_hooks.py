@@ -1,0 +1,67 @@
+"""Where our code stands in SGLang's, whose modules are stand-ins here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_hpc.generation.sglang import hooks, plugin
+
+
+def test_without_a_word_in_the_environment_nothing_of_this_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(hooks, "register", lambda **options: told.append(options))
+    monkeypatch.delenv(plugin.ORDER, raising=False)
+    plugin.stage()
+    assert told == []
+    monkeypatch.setenv(plugin.ORDER, json.dumps({"limit_s": 7.0, "stages": False}))
+    plugin.stage()
+    assert told == [{"limit_s": 7.0, "stages": False}]
+
+
+@pytest.mark.parametrize("lacks", ["", "end_weight_update"])
+def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """It would else say that it can do what it can do by half."""
+    registered: list[str] = []
+    around = SimpleNamespace(AROUND="around")
+    registry = SimpleNamespace(register=lambda target, hook, kind: registered.append(target))
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": around},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.scheduler_components": {},
+    }
+    methods = {
+        hooks.SCHEDULER: ["get_internal_state"],
+        hooks.TOKENIZER: [
+            *("_weight_update_session_call", "update_weights_from_distributed"),
+            "init_weights_update_group",
+        ],
+        hooks.UPDATER: [
+            *("begin_weight_update", "end_weight_update"),
+            *("update_weights_from_distributed", "update_weights_from_disk", "init_weights_update_group"),
+        ],
+    }
+    for path, names in methods.items():
+        module, _, name = path.rpartition(".")
+        modules[module] = {name: SimpleNamespace(**{method: None for method in names if method != lacks})}
+    for name, content in modules.items():
+        made = ModuleType(name)
+        vars(made).update(content)
+        monkeypatch.setitem(sys.modules, name, made)
+    if lacks:
+        with pytest.raises(AttributeError, match=lacks):
+            hooks.register(limit_s=1.0, stages=True)
+        assert registered == []
+    hooks.register(limit_s=1.0, stages=False)  # which has no need of that place
+    assert len(registered) == len(set(registered)) == 2
+    if not lacks:
+        registered.clear()
+        hooks.register(limit_s=1.0, stages=True)
+        assert len(registered) == len(set(registered)) == 9

@@ -1,0 +1,142 @@
+"""SGLang's schedulers enter weight groups within our limit: SGLang's objects are stand-ins, the groups are gloo's."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import SERVER
+
+from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.generation.sglang.joining import FORMING, Joining, join_patiently
+from areal_hpc.transfer import GroupAddress
+
+LIMIT_S = 30.0
+
+
+@dataclass
+class Scheduler:
+    """One rank of an engine."""
+
+    tp_rank: int
+    joining: Joining
+    groups: dict[str, Any] = field(default_factory=dict)
+
+    def join(self, address: GroupAddress, rank_offset: int = 1) -> Any:
+        runner = SimpleNamespace(tp_rank=self.tp_rank, _model_update_group=self.groups)
+        updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=runner)))
+        request = SimpleNamespace(
+            master_address=address.host,
+            master_port=address.port,
+            group_name=address.name,
+            world_size=address.world_size,
+            backend=address.backend,
+            rank_offset=rank_offset,
+        )
+        return self.joining.join(lambda *_: pytest.fail("SGLang's own way in"), updater, request)
+
+
+@pytest.fixture(autouse=True)
+def structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("sglang.srt.managers.io_struct")
+    vars(module)["InitWeightsUpdateGroupReqOutput"] = SimpleNamespace
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def store() -> Any:
+    return host_store(timeout_s=LIMIT_S)
+
+
+def address_of(store: Any, name: str) -> GroupAddress:
+    return GroupAddress(host="127.0.0.1", port=store.port, name=name, world_size=2, backend="gloo")
+
+
+def until(asked: Callable[[], Any]) -> Any:
+    """The first answer that is none of a group that is forming."""
+    deadline = time.monotonic() + LIMIT_S
+    while (told := asked()).message == FORMING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return told
+
+
+def sends(address: GroupAddress) -> None:
+    """The trainer's side, in a process of its own."""
+    group = join_group(address, 0, LIMIT_S)
+    dist.broadcast(torch.arange(3.0), group=group, group_src=0)
+    leave_group(group)
+
+
+def takes_part(engine: Scheduler, address: GroupAddress) -> None:
+    """The group forms, and what is sent comes."""
+    with ProcessPoolExecutor(1, mp_context=SERVER) as trainer:
+        sent = trainer.submit(sends, address)
+        assert until(lambda: engine.join(address)).success
+        received = torch.zeros(3)
+        dist.broadcast(received, group=engine.groups[address.name], group_src=0)
+        sent.result(LIMIT_S)
+    assert received.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_scheduler_is_not_held_up_by_a_group_that_forms_and_is_a_member_when_it_has(store: Any) -> None:
+    engine, address = Scheduler(0, Joining(limit_s=LIMIT_S)), address_of(store, "w-1-0")
+    assert [engine.join(address).message for _ in range(3)] == [FORMING] * 3
+    assert engine.groups == {}
+    takes_part(engine, address)
+    assert [engine.join(address).success for _ in range(2)] == [True, True], "it is asked while others are not so far"
+    leave_group(engine.groups["w-1-0"])
+
+
+def test_D24_a_partition_is_over_for_the_engine_within_our_limit_and_not_within_torchs(store: Any) -> None:
+    """Nobody else comes: the trainer is cut off. Torch alone would wait for half an hour with gloo."""
+    engine = Scheduler(0, Joining(limit_s=0.5))
+    address = address_of(store, "w-1-1")
+    told = until(lambda: engine.join(address))
+    assert not told.success
+    assert f"group 'w-1-1' at 127.0.0.1:{store.port} did not form within 0.5 s, seen from host" in told.message
+    assert engine.groups == {}
+    assert engine.join(address).message == told.message
+    engine.joining.limit_s = LIMIT_S
+    takes_part(engine, address_of(store, "w-1-2"))
+    leave_group(engine.groups["w-1-2"])
+
+
+def test_a_group_that_nobody_wants_any_more_keeps_none_waiting_that_comes_after_it(store: Any) -> None:
+    engine = Scheduler(0, Joining(limit_s=LIMIT_S))
+    assert engine.join(address_of(store, "w-1-3")).message == FORMING
+    takes_part(engine, address_of(store, "w-1-4"))
+    assert engine.join(address_of(store, "w-1-3")).message == FORMING
+    takes_part(engine, address_of(store, "w-1-3"))
+    for group in engine.groups.values():
+        leave_group(group)
+
+
+def test_who_asked_is_answered_when_every_rank_has_an_answer() -> None:
+    told = iter(
+        [
+            (False, f"{FORMING} | {FORMING}"),
+            (False, f"Joined group w. | {FORMING}"),
+            (False, "Joined group w. | it did not form"),
+        ]
+    )
+    asked: list[Any] = []
+
+    async def original(tokenizer: str, request: str, *more: Any) -> tuple[bool, str]:
+        asked.append((tokenizer, request, *more))
+        return next(told)
+
+    outcome = asyncio.run(join_patiently(original, "the tokenizer", "the request", None))
+    assert outcome == (False, "Joined group w. | it did not form")
+    assert asked == [("the tokenizer", "the request", None)] * 3
