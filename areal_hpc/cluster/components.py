@@ -160,7 +160,7 @@ def engines_of_node(config: Config, num_gpus: int) -> int:
     if num_gpus and num_gpus < size:
         raise ConfigError(
             f"an engine needs {size} GPUs of one node, and a satellite has {num_gpus}; ask for more in "
-            "cluster.generation, or lower generation.tensor_parallel"
+            "cluster.generation, or lower generation.tensor_parallel. Only engines of the run's own job span nodes"
         )
     return num_gpus // size if num_gpus else 1
 

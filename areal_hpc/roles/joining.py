@@ -367,7 +367,8 @@ def device_blocks(config: Config, num_engines: int | None, environment: Mapping[
     bound = next((environment[name] for name in BINDING if environment.get(name)), "")
     num_devices = len(bound.split(",")) if bound else satellite_of(config).gpus or devices_here(config)
     size = engine_ranks(config)
-    number = engines_of_node(config, num_devices) if num_engines is None else num_engines
+    most = engines_of_node(config, num_devices)
+    number = most if num_engines is None else num_engines
     if number < 1 or (num_devices and number * size > num_devices):
         raise ConfigError(
             f"--engines {number}: each needs {size} of the {num_devices} devices here; give another number"

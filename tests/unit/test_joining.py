@@ -161,8 +161,9 @@ def test_engines_that_do_not_fit_are_refused(engines: int, message: str) -> None
     config = config_of("layout=sglang:d1t2+fsdp:d1")
     with pytest.raises(ConfigError, match=message):
         device_blocks(config, engines, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
-    with pytest.raises(ConfigError, match="an engine needs 2 GPUs of one node, and a satellite has 1"):
-        device_blocks(config, None, {"CUDA_VISIBLE_DEVICES": "0"})
+    for number in (engines, None):  # an engine that spans nodes cannot join, however many are asked for
+        with pytest.raises(ConfigError, match="2 GPUs of one node, and a satellite has 1.*of the run's own job span"):
+            device_blocks(config, number, {"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_job_is_named_as_squeue_lists_it() -> None:
