@@ -384,8 +384,10 @@ class Trial:
         model = read_json(found.path / "model.json")
         if sorted(model) != TRAINABLE:
             raise Violation(f"trained on {sorted(model)}, not once on each of {TRAINABLE}")
+        self._acting("evaluator")  # the trainer may not see the last result yet
         if missing := EVALUATED - results(trainer.run, trainer.epoch).keys():
             raise Violation(f"steps {sorted(missing)} were to be evaluated, and are not")
+        self._acting("trainer")
         if self._tidy:
             self._check_litter(trainer.epoch)
 
