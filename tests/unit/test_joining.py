@@ -162,7 +162,7 @@ def test_engines_that_do_not_fit_are_refused(engines: int, message: str) -> None
     with pytest.raises(ConfigError, match=message):
         device_blocks(config, engines, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     for number in (engines, None):  # an engine that spans nodes cannot join, however many are asked for
-        with pytest.raises(ConfigError, match="2 GPUs of one node, and a satellite has 1.*of the run's own job span"):
+        with pytest.raises(ConfigError, match=r"2 GPUs of one node, and a satellite has 1.*of the run's own job span"):
             device_blocks(config, number, {"CUDA_VISIBLE_DEVICES": "0"})
 
 
