@@ -107,7 +107,7 @@ class WeightTransport(Protocol):
         await transport.catch_up(version, backend.weights(), targets)  newcomers at once, while the members sample on
 
     ``told`` holds ``seconds``, ``seconds_paused``, the ``bytes`` that each engine was sent, the ``fingerprint`` of the
-    weights, and ``bytes_saved`` where only what has changed is sent.
+    weights, and ``bytes_saved`` where only what has changed is sent, or adapters alone.
 
     Raises:
         WeightUpdateError: a target could not be brought to the version whole; names it. It is lost then.

@@ -69,7 +69,8 @@ class FakeLLM:
     version: str = "default"
     errored: bool = False
     failing: str = ""  # the worker's method that fails
-    hanging: str = ""  # the one that never returns
+    hanging: str = ""  # the one that does not return before it ``returns``
+    returns: asyncio.Event = field(default_factory=asyncio.Event)
     slow: dict[str, float] = field(default_factory=dict)  # seconds that others take, by ``now``
     now: float = 0.0
     answers: dict[str, Any] = field(default_factory=dict)  # what others answer; else true
@@ -151,7 +152,7 @@ class FakeLLM:
         if method == self.failing:
             raise Exception("Call to collective_rpc method failed: no route to host")
         if method == self.hanging:
-            await asyncio.Event().wait()
+            await self.returns.wait()
         self.now += self.slow.get(method, 0)
         return [self.answers.get(method, True)]
 

@@ -116,7 +116,7 @@ class TrainingLoop:
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     published: dict[str, float] = field(default_factory=dict)
-    """``weight_bytes`` sent to each engine in the step, and ``weight_bytes_saved`` where only changes are sent."""
+    """``weight_bytes`` sent to each engine in the step, and ``weight_bytes_saved`` where less than the model is."""
     committed: int = -1
 
     @property

@@ -192,3 +192,28 @@ def test_D24_an_engine_that_is_cut_off_from_its_group_samples_on_and_is_done_wit
         await client.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.long
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["broadcast", "disk"])
+def test_each_rank_of_an_engine_merges_and_takes_its_share(tmp_path: Path, kind: str) -> None:
+    world = World(SGLANG, tmp_path)
+    add_secret("secret")
+
+    async def scenario() -> None:
+        client = EngineClient("engine-0", world.server.url, num_ranks=2, token="secret")
+        transport = world.transport(kind, client, tmp_path, delta=False)
+        for _ in range(2):
+            version, adapters = world.next_version()
+            await transport.publish(version, iter(adapters.items()))
+            after = await client.generate(asked(40))
+            assert after.versions.tolist() == [version] * 40
+            np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
+        with pytest.raises(WeightUpdateError, match="of other weights than those in"):
+            await transport.publish(3, iter((adapters | {BASE: torch.tensor([3])}).items()))
+        await transport.close()
+        await client.close()
+
+    with served(SGLANG, world.model, tmp_path / "engine.log", tensor_parallel=2, lora=LORA) as world.server:
+        asyncio.run(scenario())

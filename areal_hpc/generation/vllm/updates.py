@@ -12,15 +12,17 @@ has newer weights, and the model perhaps none that are worth anything, so the en
 until a whole update has been loaded.
 
 Every step has a time limit. What the workers do in a thread may be late: it is given up, and sampling goes on. Workers
-that do not answer hang, and vLLM ends, to be started anew. Only a load is given more time than the trainer waits for
-it, so that one that is slow is told from one that hangs: starting anew would make it no faster. After ``LATE_LOADS``
-of those in a row there is no point in going on, and vLLM ends for good, with what to do.
+that do not answer hang, and vLLM ends, to be started anew. Of a load they tell how far it is, so that one that is slow
+is told from one that hangs: starting anew would make it no faster. It is let go on to its end, though the trainer has
+given it up. After ``LATE_LOADS`` of those in a row vLLM ends for good, with what to do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -41,13 +43,15 @@ from areal_hpc.weight_files import shapes_in
 
 POLL_S = 0.01
 """Between two looks at what workers wait for in a thread."""
-PATIENCE = 4
-"""So many times the limit of a step a load may take before it is said to hang."""
+LOOK_S = 0.5
+"""Between two looks at how far a load is."""
 LATE_LOADS = 3
 GRACE_S = 1.0
 """What a thread's own limit, which says more, is waited for besides."""
 
 T = TypeVar("T")
+HowFar = Callable[[], object]
+"""Something else whenever there is progress."""
 
 
 class WeightUpdates:
@@ -78,6 +82,7 @@ class WeightUpdates:
         self._session: Session | None = None
         self._turn = threading.Lock()
         self._num_late = 0  # loads in a row
+        self._loaded = Path(tempfile.gettempdir()) / f"loaded-{os.getpid()}"
         stored = read_shapes(engine.model_path)
         trained = {name: stored[name] for name in trainable(stored, engine.model_path)}
         self._shapes = trained if adapters is None else travelling_shapes(trained, lora_of(adapters))
@@ -243,7 +248,7 @@ class WeightUpdates:
         """
         self._until(lambda: all(self._workers("areal_ready")), "what adapters are merged into is still being read")
         began = time.monotonic()
-        self._workers(method, *arguments, limit_s=self._timeout_s * PATIENCE)
+        self._workers(method, *arguments, str(self._loaded), how_far=lambda: how_far(self._loaded))
         if (took := time.monotonic() - began) <= self._timeout_s:
             self._num_late = 0
             return
@@ -262,29 +267,38 @@ class WeightUpdates:
             self._quarantine("an update of its weights failed half-way")
             raise WeightUpdateError(f"the weights were not taken; the engine is quarantined: {error}") from error
 
-    def _workers(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+    def _workers(self, method: str, *arguments: Any, how_far: HowFar = lambda: None) -> list[Any]:
         """What each worker says to one call, made on all at once between two steps.
 
         Raises:
             WeightUpdateError: it failed on one of them. vLLM tells only that failure's text.
         """
         try:
-            return self._await(self._engine.llm.collective_rpc(method, args=arguments), limit_s)
+            return self._await(self._engine.llm.collective_rpc(method, args=arguments), how_far)
         except WeightUpdateError:
             raise
         except Exception as error:  # whatever a worker raised: vLLM hands it on as a bare Exception
             raise WeightUpdateError(f"vLLM's workers could not {method.removeprefix('areal_')}: {error}") from error
 
-    def _await(self, action: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """What the engine answers. One that does not in time never will, and ends, so that it is started anew.
+    def _await(self, action: Coroutine[Any, Any, T], how_far: HowFar = lambda: None) -> T:
+        """What the engine answers. One that neither does nor gets on for so long never will, and ends, so that it is
+        started anew.
 
         Raises:
             WeightUpdateError: it does not.
         """
-        limit_s = limit_s or self._timeout_s
         answer = asyncio.run_coroutine_threadsafe(action, self._loop)
-        if not wait([answer], limit_s).done:
-            answer.cancel()
-            self._engine.hangs = f"vLLM's engine has not answered for {limit_s:g} s"
-            raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
+        seen, deadline = how_far(), time.monotonic() + self._timeout_s
+        while not wait([answer], min(LOOK_S, self._timeout_s)).done:
+            if (now := how_far()) != seen:
+                seen, deadline = now, time.monotonic() + self._timeout_s
+            elif time.monotonic() >= deadline:
+                answer.cancel()
+                self._engine.hangs = f"vLLM's engine has not answered for {self._timeout_s:g} s"
+                raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
         return answer.result()
+
+
+def how_far(loaded: Path) -> float | None:
+    """Changes whenever a worker has loaded another tensor; None before the first."""
+    return loaded.stat().st_mtime if loaded.exists() else None

@@ -8,8 +8,8 @@ vLLM mixes this class into its own worker and calls its methods by name, on all 
     areal_come()                       whether the thread has done what it was last told to
     areal_idle()                       the same, however that ended
     areal_ready()                      whether all is there that does not come: what adapters are merged into
-    areal_load()                       in a pause: all that has come takes the place of the old weights
-    areal_read(directory)              in a pause, after a beginning: the same, of all that is in a directory
+    areal_load(loaded)                 in a pause: all that has come takes the place of the old weights
+    areal_read(directory, loaded)      in a pause, after a beginning: the same, of all that is in a directory
 
 What comes is put into host memory, since a device seldom has room for a model twice: ``served/arrivals.py``. A load
 that fails leaves the model whole, with weights that are worth nothing; it takes the next update.
@@ -91,8 +91,11 @@ class Receiver:
         """Whether all is there that does not come."""
         return self.areal_arrivals.is_ready()
 
-    def areal_load(self) -> None:
+    def areal_load(self, loaded: str) -> None:
         """Let the model compute with what has come.
+
+        Args:
+            loaded: a file that is touched for each tensor.
 
         Raises:
             WeightUpdateError: of adapters others came than are asked for; the model is as it was.
@@ -100,11 +103,11 @@ class Receiver:
         arrivals = self.areal_arrivals
         if lacks := arrivals.lacks():
             raise WeightUpdateError(lacks)
-        self.areal_replace(arrivals.weights(self.device))
+        self.areal_replace(_touching(Path(loaded), arrivals.weights(self.device)))
         arrivals.settle()
 
-    def areal_read(self, directory: str) -> None:
-        """Let the model compute with what is in a directory.
+    def areal_read(self, directory: str, loaded: str) -> None:
+        """The same with what is in a directory.
 
         Raises:
             WeightUpdateError: a tensor is not what the trainer wrote; or as for ``areal_load``.
@@ -112,11 +115,12 @@ class Receiver:
         arrivals = self.areal_arrivals
         coming = arrivals.taken(read_update(Path(directory)))
         if arrivals.merging is None:  # one by one, since there may be room for no other model
-            self.areal_replace(_noting(coming, arrivals.new if arrivals.keeps else None))
+            noted = _noting(coming, arrivals.new if arrivals.keeps else None)
+            self.areal_replace(_touching(Path(loaded), noted))
             arrivals.settle()
             return
         arrivals.new.update(coming)
-        self.areal_load()
+        self.areal_load(loaded)
 
     def areal_replace(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the model apart, layer by layer, and put it together of ``weights``."""
@@ -131,6 +135,12 @@ class Receiver:
             finally:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             prepare_tied(model)
+
+
+def _touching(loaded: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for weight in weights:
+        loaded.touch()
+        yield weight
 
 
 def _noting(weights: Iterable[tuple[str, torch.Tensor]], kept: Tensors | None) -> Iterator[tuple[str, torch.Tensor]]:
