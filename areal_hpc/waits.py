@@ -10,7 +10,8 @@
 A wait has a party: processes of the run by name, of which any one may bring what is waited for; or something else (the
 file system, a reward process, whoever asks). With no party it is work of one's own that may take long and moves no
 counter, such as loading a model. The time limit is told, not enforced: whoever waits does that. Where there is none,
-the wait may last as long as somebody in the run gets on, and ``limits.stall_s`` ends it when nobody does.
+the wait may last as long as somebody in the run gets on, and ``limits.stall_s`` ends it when nobody does; a file call
+that keeps its process from achieving anything is ended by that whatever the others do.
 
 Entering and leaving costs about a microsecond. No lock: each wait adds and takes away its own entry of one dict.
 """

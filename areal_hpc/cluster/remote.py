@@ -69,13 +69,18 @@ class Step:
         return True
 
     def wait(self, limit_s: float) -> None:
-        """Wait for the end of agents that were told to leave; insist when ``limit_s`` is over."""
-        for insist in (self.process.terminate, self.process.kill):
+        """Wait for the end of agents that were told to leave; insist when ``limit_s`` is over, and give up when an srun
+        that was killed does not end: its output hangs."""
+        for insist in (self.process.terminate, self.process.kill, self._give_up):
             try:
                 self.process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 insist()
-        self.process.wait()
+            else:
+                return
+
+    def _give_up(self) -> None:
+        log.critical("srun %d of %s was killed and does not end", self.process.pid, ",".join(self.nodes))
 
     def obituary(self) -> str:
         return (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -19,7 +21,7 @@ from launched import CONFIG, until
 
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import LocalLauncher
-from areal_hpc.cluster.remote import RemoteLauncher
+from areal_hpc.cluster.remote import RemoteLauncher, Step
 from areal_hpc.errors import AttemptFailed, ConfigError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.protocols import Launcher
@@ -167,6 +169,25 @@ def test_fault_24_one_on_a_node_that_does_not_answer_is_named_and_waited_for_no_
     for one in agents_of(launcher):
         one.resume()
     assert [(one.name, one.code) for one in launcher.stop(20.0)] == [("trainer-1", -signal.SIGKILL)]
+
+
+def test_fault_24_an_srun_that_cannot_be_killed_is_named_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it is asked to is carried out, but nobody sees its end."""
+    step = Step(["sleep", "60"], ["n1", "n2"], tmp_path / "step.log", queue.SimpleQueue())
+    asked, ended = list[float](), step.process.wait
+
+    def never(timeout: float) -> int:
+        asked.append(timeout)
+        raise subprocess.TimeoutExpired("srun", timeout)
+
+    monkeypatch.setattr(step.process, "wait", never)
+    with caplog.at_level(logging.CRITICAL):
+        step.wait(0.5)
+    assert asked == [0.5, 0.5, 0.5], "asked to leave, told to end, killed"
+    assert f"srun {step.process.pid} of n1,n2 was killed and does not end" in caplog.text
+    assert ended(30) == -signal.SIGTERM
 
 
 def test_agents_whose_launcher_is_gone_end_all_that_they_have_started(run: RunDir) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.config.schema import EvaluationConfig
 from areal_hpc.fs import publish_json
-from areal_hpc.roles.wiring.evaluations import Agenda, results
+from areal_hpc.roles.wiring.evaluations import Agenda, last_result, results
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
@@ -111,6 +111,7 @@ def test_C20_results_of_what_was_taken_back_do_not_count(tmp_path: Path) -> None
     assert set(results(run, 2)) == {0, 10}
     publish_json(run.evaluation(20), {"epoch": 2, "step": 20})
     assert set(results(run, 2)) == {0, 10, 20}
+    assert [last_result(run, 2, step) for step in (9, 19, 40)] == [0, 10, 20]
     begin(WeightVersion(2, 25))
     assert set(results(run, 3)) == {0, 10, 20}
     begin(WeightVersion(2, 15))

@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-LINES = [line for line in (TESTS / "FAULTS.md").read_text(encoding="utf-8").splitlines() if re.match(r"\d+\. ", line)]
+TEXT = (TESTS / "FAULTS.md").read_text(encoding="utf-8").splitlines()
+LINES = [line for line in TEXT if re.match(r"\d+\. ", line)]
+STEPS = [line for line in TEXT if line.startswith("- ")]
+TEST = r"`\w+/test_\w+\.py::test_\w+`"
 
 
 def test_every_fault_is_listed_once() -> None:
@@ -16,11 +19,17 @@ def test_every_fault_is_listed_once() -> None:
 
 def test_every_fault_has_a_test_or_a_reason() -> None:
     for line in LINES:
-        assert re.search(r"`\w+/test_\w+\.py::test_\w+`|no test: .{20}", line), line
+        assert re.search(rf"{TEST}|no test: .{{20}}", line), line
+
+
+def test_every_step_has_a_test() -> None:
+    assert len(STEPS) == 16
+    for line in STEPS:
+        assert re.search(TEST, line), line
 
 
 def test_every_named_test_exists() -> None:
-    named = set(re.findall(r"`([^`]*\.py)::(\w+)`", "\n".join(LINES)))
+    named = set(re.findall(r"`([^`]*\.py)::(\w+)`", "\n".join(TEXT)))
     assert len(named) > 60
     for path, name in sorted(named):
         tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -443,3 +445,38 @@ def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> Non
     assert "generation.server_args.port: remove it" in str(refusal.value)
     assert "generation.server_args.enable-metrics: remove it" in str(refusal.value)
     assert "mem_fraction_static" not in str(refusal.value)
+
+
+class Unkillable:
+    """A server that hangs in a call to its device's driver."""
+
+    pid = 4711
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def poll(self) -> None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self.told.append(signal.Signals(number))
+
+    def kill(self) -> None:
+        self.told.append(signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        self.told.append(timeout)
+        raise subprocess.TimeoutExpired("server", timeout)
+
+
+def test_fault_24_one_that_cannot_be_killed_is_named_and_waited_for_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    process: Any = Unkillable()
+    output: Any = SimpleNamespace(join=lambda limit_s: None, is_alive=lambda: False)
+
+    async def close() -> None:
+        await ServerProcess("SGLang", "http://127.0.0.1:1", KEY, process, output).close()
+
+    with caplog.at_level(logging.CRITICAL):
+        asyncio.run(close())
+    assert process.told == [signal.SIGINT, server.STOP_S, signal.SIGKILL, server.END_S]
+    assert "the SGLang server 4711 was killed and has not ended in 10 s: it hangs in the kernel" in caplog.text

@@ -106,18 +106,31 @@ class ServerProcess:
         return GenerationError(f"the {self._engine} server {what}. The end of its log {self._output.path}:\n{lines}")
 
     async def close(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started, as far as that can be ended: what hangs in a device's driver cannot."""
         await self._http.close()
         if self.alive():
             self._process.send_signal(signal.SIGINT)
-        try:
-            await asyncio.to_thread(self._process.wait, STOP_S)
-        except subprocess.TimeoutExpired:
+        if not await self._ends(STOP_S):
             self._process.kill()
-            self._process.wait()
+            if not await self._ends(END_S):
+                log.critical(
+                    "the %s server %d was killed and has not ended in %g s: it hangs in the kernel, in a call to a "
+                    "device or a file system that does not answer; until then its device is not free",
+                    self._engine,
+                    self.pid,
+                    END_S,
+                )
         await asyncio.to_thread(self._output.join, END_S)
         if self._output.is_alive():
             log.warning("processes of the %s server %d have outlived it by %g s", self._engine, self.pid, END_S)
+
+    async def _ends(self, limit_s: float) -> bool:
+        """Whether it ends within that time."""
+        try:
+            await asyncio.to_thread(self._process.wait, limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 class ServerLog(threading.Thread):

@@ -17,7 +17,7 @@ from typing import Any
 from areal_hpc.buffer.epochs import read_start
 from areal_hpc.config.schema import Config
 from areal_hpc.fs import fsync_directory, names_in
-from areal_hpc.roles.wiring.evaluations import Agenda, results
+from areal_hpc.roles.wiring.evaluations import Agenda, last_result
 from areal_hpc.run_dir import RunDir
 
 OLD_ID = "wandb-run-id"
@@ -41,8 +41,9 @@ def carried_on(run: RunDir, state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def carried_at(step: int, run: RunDir, epoch: int, config: Config) -> dict[str, Any]:
     """What the checkpoint of ``step`` holds for attempt ``epoch``'s successor; what it calls finished is durable."""
-    finished = results(run, epoch)
+    last = last_result(run, epoch, step)
     fsync_directory(run.evaluations)
+    finished = () if last is None else (last,)
     agenda = agenda_of(run, epoch).at(step, config.evaluation, config.trainer.total_steps, finished)
     return {**_begun_with(run, epoch), "evaluations": agenda.record()}
 

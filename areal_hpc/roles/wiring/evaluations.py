@@ -10,7 +10,7 @@ Where several are due the newest stands for those before it: the weights of thos
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -63,8 +63,20 @@ class Agenda:
 def results(run: RunDir, epoch: int) -> dict[int, Mapping[str, Any]]:
     """By step, for attempt ``epoch``, which has said how it begins. What a restart took back is not among them: those
     weights are no longer this run's."""
+    return dict(_results(run, epoch, run.evaluated_steps()))
+
+
+def last_result(run: RunDir, epoch: int, step: int) -> int | None:
+    """The last step up to ``step`` that has one of ``results``; reads no more of them than it must."""
+    found = _results(run, epoch, sorted((s for s in run.evaluated_steps() if s <= step), reverse=True))
+    return next((each for each, _ in found), None)
+
+
+def _results(run: RunDir, epoch: int, steps: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     start = read_start(run, epoch)
     assert start is not None, "engines serve before the trainer said how the attempt begins"
     survives = lineage(run, epoch, start.parent)
-    found = {step: read_json(run.evaluation(step)) for step in run.evaluated_steps()}
-    return {step: result for step, result in found.items() if survives(WeightVersion(result["epoch"], step))}
+    for step in steps:
+        result = read_json(run.evaluation(step))
+        if survives(WeightVersion(result["epoch"], step)):
+            yield step, result
