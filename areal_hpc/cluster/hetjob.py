@@ -4,8 +4,9 @@
 
 The script holds no decision about the run. Its one process, the launcher, is on the job's first node; all others are
 started by it (``remote.py``). What only a batch script can do is here: it heals a job that Slurm has requeued by half,
-and is the one place that lets a run go on after its time: in the same job, or where a site does not requeue in the next
-one of a chain, which has the same script and waits for the end of this job.
+and is the one place that lets a run go on after its time, or without a node that has failed it: in the same job, or
+where a site does not requeue in the next one of a chain, which has the same script and waits for the end of this job
+(``again``).
 """
 
 from __future__ import annotations

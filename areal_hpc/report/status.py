@@ -127,7 +127,8 @@ def _satellites(run: RunDir, present: Iterable[Seat], job: JobView | None) -> di
 
 def _left_out(run: RunDir, job: JobView | None) -> dict[str, str]:
     """The nodes without which the newest job and its satellites go on."""
-    told = {who: nodes for who, nodes in left_out(run).items() if job is None or "_" in who or who == job.job_id}
+    there = [] if job is None else [job.job_id, *job.satellites]
+    told = {who: nodes for who, nodes in left_out(run).items() if job is None or who.partition("_")[0] in there}
     texts = [f"{', '.join(nodes)} by job {who}" for who, nodes in told.items()]
     return {"left out": f"{'; '.join(texts)}: without the devices that were asked for"} if texts else {}
 
