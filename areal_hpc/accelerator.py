@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from areal_hpc.errors import ConfigError
+from areal_hpc.errors import ConfigError, DevicesLost
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +79,38 @@ def detect_bound(environment: Mapping[str, str] = os.environ) -> Accelerator:
     A torch that is built for the CPU alone computes on it, and says so.
 
     Raises:
-        ConfigError: it was given devices and torch finds none: the node has lost them, or its driver.
+        DevicesLost: it was given devices and torch finds none of them, or fewer: the node has lost them, or its driver.
     """
     found = detect()
     given = [name for row in (CUDA, NPU) if environment.get(name := row.visible_devices, "") not in NO_DEVICES]
-    if found is CPU and given:
-        if not _is_built_for_devices():
-            log.warning("computing on the CPU, for which alone torch is built here, beside %s", " and ".join(given))
-            return found
-        raise ConfigError(
+    if found is not CPU:
+        _require_all(found, environment)
+    elif given and not _is_built_for_devices():
+        log.warning("computing on the CPU, for which alone torch is built here, beside %s", " and ".join(given))
+    elif given:
+        raise DevicesLost(
             f"{socket.gethostname()} was to compute on {' or '.join(f'{name}={environment[name]}' for name in given)}, "
             "and torch finds no device there; leave that node out (cluster.all.exclude), or hide its devices to "
             f"compute on the CPU: {' '.join(f'{name}=' for name in given)}"
         )
     return found
+
+
+def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
+    """
+    Raises:
+        DevicesLost: there are fewer devices of this kind than the process was given.
+    """
+    import torch
+
+    given = environment.get(row.visible_devices, "")
+    number, found = len(given.split(",")) if given else 0, torch.accelerator.device_count()
+    if found < number:
+        raise DevicesLost(
+            f"{socket.gethostname()} was to compute on {row.visible_devices}={given}, and torch finds {found} of these "
+            f"{number} there; leave that node out (cluster.all.exclude), or name in {row.visible_devices} those that "
+            "are there"
+        )
 
 
 def _is_built_for_devices() -> bool:
@@ -108,7 +126,8 @@ def take_device(local_rank: int) -> str:
         local_rank: number of this process among those that share the visible devices; 0 if it has them to itself.
 
     Raises:
-        ConfigError: see ``detect_bound`` and ``device_of``.
+        DevicesLost: see ``detect_bound``.
+        ConfigError: see ``device_of``.
     """
     import torch
 

@@ -3,6 +3,7 @@
     ArealError
     ├── UserError (also ValueError)   the person can mend it: names the key, path or rank and ends with what to do
     │   ├── ConfigError               unknown key, wrong type, impossible combination
+    │   ├── DevicesLost               a node has lost the devices that a process was given there; names both
     │   ├── DataError                 a data set, model directory or prompt that cannot be used
     │   ├── RunDirError               the run directory is in use, foreign, or not what it should be
     │   ├── SubmissionError           Slurm refused the job, or does not answer
@@ -17,7 +18,8 @@
     │   └── RewardRaised              it raised or returned no finite number, and would do so again
     ├── AgentError                    an agent raised, exited, or asked the model nothing
     ├── RoleDied                      a process of the run ended; names it, its exit code and its last lines
-    │   └── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
+    │   ├── AttemptFailed             it was one that cannot be replaced: the attempt is over, another one may go on
+    │   └── NodeLost                  its node has lost its devices: the run may go on, without that node
     └── Stalled                       nobody in the run gets on; says who waits for whom
 
 All are picklable: they are built from one message, so they cross process borders unchanged.
@@ -36,6 +38,10 @@ class UserError(ArealError, ValueError):
 
 class ConfigError(UserError):
     """The configuration cannot be used as it is."""
+
+
+class DevicesLost(UserError):
+    """A process was given devices that are not there: its node is to be left out."""
 
 
 class DataError(UserError):
@@ -96,6 +102,21 @@ class RoleDied(ArealError):
 
 class AttemptFailed(RoleDied):
     """A process ended without which the attempt cannot go on, such as a trainer rank; the next one may."""
+
+
+class NodeLost(RoleDied):
+    """A node has lost the devices that a process was given there; the run may go on elsewhere."""
+
+    def __init__(self, message: str, node: str = "") -> None:
+        super().__init__(message, node)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def node(self) -> str:
+        """As Slurm names it."""
+        return str(self.args[1])
 
 
 class Stalled(ArealError):

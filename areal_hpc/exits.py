@@ -1,6 +1,6 @@
 """Exit codes: of ``areal-hpc``, of the processes of a run, and what the batch script of a Slurm job goes by.
 
-The numbers are those that other programs know: 2 as of a shell's usage errors, 69, 70 and 75 of sysexits.h, 130 as of
+The numbers are those that other programs know: 2 as of a shell's usage errors, 69 to 71 and 75 of sysexits.h, 130 as of
 a shell whose command was interrupted.
 """
 
@@ -15,6 +15,7 @@ EXIT_FAILED: Final = 1
 EXIT_USER_ERROR: Final = 2
 EXIT_UNNEEDED: Final = 69  # EX_UNAVAILABLE: of what this would serve
 EXIT_STALLED: Final = 70  # EX_SOFTWARE
+EXIT_ELSEWHERE: Final = 71  # EX_OSERR
 EXIT_STOPPED: Final = 75  # EX_TEMPFAIL: start me again
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -24,6 +25,7 @@ MEANINGS: Final[Mapping[int, str]] = {
     EXIT_USER_ERROR: "a mistake to mend; the message says how",
     EXIT_UNNEEDED: "(join --rest) the run is out; the job is to rest until it is there again",
     EXIT_STALLED: "nobody got on for limits.stall_s; the message says who waited for whom",
+    EXIT_ELSEWHERE: "a node has lost its devices; in a Slurm job, it goes on without that node",
     EXIT_STOPPED: "stopped on request, in order; the same command with --resume goes on",
     EXIT_INTERRUPTED: "interrupted before a run was begun",
 }

@@ -6,6 +6,7 @@ A heterogeneous job has one group of variables for each component, numbered by a
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ def job_of(environment: Mapping[str, str]) -> str:
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment.get("SLURM_JOB_ID", "")
+
+
+def node_here(environment: Mapping[str, str]) -> str:
+    """This machine's name: Slurm's for it, or outside of a job its own."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation:

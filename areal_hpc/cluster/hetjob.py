@@ -4,8 +4,9 @@
 
 The script holds no decision about the run. Its one process, the launcher, is on the job's first node; all others are
 started by it (``remote.py``). What only a batch script can do is here: it heals a job that Slurm has requeued by half,
-and is the one place that lets a run go on after its time: in the same job, or where a site does not requeue in the next
-one of a chain, which has the same script and waits for the end of this job.
+and is the one place that lets a run go on after its time, or without a node that has failed it: in the same job, or
+where a site does not requeue in the next one of a chain, which has the same script and waits for the end of this job
+(``again``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from areal_hpc.cluster.again import render_again
 from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.environment import AFTER
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.derived import signal_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
-from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_STOPPED
 from areal_hpc.privacy import umask_for
 
 FLAGS = tuple(
@@ -66,7 +68,7 @@ ending=""
 ends_now() {{
   kill -TERM "$run" 2>/dev/null
   ending={term}
-  patiently scontrol show job -o "$SLURM_JOB_ID" | grep -qE ' ({cut_off})' && go_on
+  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && again
 }}
 trap ends_now TERM
 trap 'ending=soon; kill -TERM "$run" 2>/dev/null' {signal}
@@ -78,41 +80,26 @@ while kill -0 "$run" 2>/dev/null; do  # of two signals that come at once, bash's
 done
 wait "$run"
 code=$?
-# It has a checkpoint, and more to do; or it was still coming up, and did not hear.
-if [ "$ending" = soon ] && {{ [ "$code" -eq {stopped} ] || [ "$code" -eq {unheard} ]; }}; then {again}; fi
+# It has a checkpoint, and more to do; or it was still coming up, and did not hear; or a node has failed it.
+case "$ending:$code" in
+  soon:{stopped} | soon:{unheard} | soon:{elsewhere} | :{elsewhere}) again && {then} ;;
+esac
 exit "$code"
 """
-REQUEUE = """\
-# The one place that asks for more time, once.
-asked=""
-go_on() {
-  [ -z "$asked" ] || return 0
-  asked=$(patiently scontrol requeue "$SLURM_JOB_ID" && echo requeued)
-}
-"""
-CHAIN = """\
-# The one place that asks for more time, once.
-asked="" words=("$@")
-go_on() {{
-  [ -z "$asked" ] || return 0
-  asked=$(patiently sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" \\
-    --export="ALL,{after}=$SLURM_JOB_ID" "$0" "${{words[@]}}")
-  asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
-{handover}
-  echo "areal-hpc: job $asked goes on when this one has ended"
-}}
-"""
 HANDOVER = """\
-  cp -r {room}/"$SLURM_JOB_ID" {room}/"$asked"
-  mv {room}/"$asked/${{SLURM_JOB_ID}}_submitted.pkl" {room}/"$asked/${{asked}}_submitted.pkl"
+  cp -r {room}/"$me" {room}/"$asked"
+  mv {room}/"$asked/${{me}}_submitted.pkl" {room}/"$asked/${{asked}}_submitted.pkl"
 """
 """Where submitit of the next job will look for what it is to run; the directory's name also tells that there is one."""
 CUT_OFF = {True: "Reason=TimeLimit", False: "Reason=TimeLimit|Reason=NodeDown|PreemptTime=[0-9]"}
 """What `scontrol show job` says of a job that has ended and that nobody else lets go on, by whether Slurm requeues."""
-CODES = {"stopped": EXIT_STOPPED, "unheard": 128 + signal.SIGTERM}
-"""Of a run, or of engines, that were told to end and have more to do: what they end with, and what a shell makes of
-their end where it came before they had a handler for it."""
+CODES = {"stopped": EXIT_STOPPED, "unheard": 128 + signal.SIGTERM, "elsewhere": EXIT_ELSEWHERE}
+"""Of a run, or of engines, that have more to do: what they end with where they were told to, what a shell makes of
+their end where it came before they had a handler for it, and what they end with where a node has failed them."""
 SIGNAL = "USR1"
+THEN = {True: """{ [ "$ending" = term ] || sleep 60; }""", False: "code=0"}
+"""What a script does that has seen to it that its job goes on, by whether Slurm requeues: that ends a script whose job
+it has taken back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,21 +192,23 @@ def render(job: Job, command: str) -> str:
         parts.append(HEAL.rstrip())
     if job.setup:
         parts.append("\n".join(job.setup))
-    parts.append(_go_on(job).rstrip())
+    parts.append(_again(job).rstrip())
     # Slurm itself requeues what it pre-empts; a chain it does not know, and a person's cancel gives no warning first.
     term = "term" if job.requeue else "${ending:-term}"
-    again = "go_on && sleep 60" if job.requeue else "go_on && code=0"
-    about = {"signal": SIGNAL, "term": term, **CODES, "again": again, "cut_off": CUT_OFF[job.requeue]}
+    about = {"signal": SIGNAL, "term": term, **CODES, "then": THEN[job.requeue], "cut_off": CUT_OFF[job.requeue]}
     parts.append(RUN.format(command=command, **about).rstrip())
     return "\n\n".join(parts) + "\n"
 
 
-def _go_on(job: Job) -> str:
+def _again(job: Job) -> str:
     """The function by which the run goes on after its time."""
-    if job.requeue:
-        return REQUEUE
-    handover = HANDOVER.format(room=shlex.quote(job.room)).rstrip() if job.room else ""
-    return CHAIN.format(after=AFTER, handover=handover).replace("\n\n", "\n")
+    return render_again(
+        requeue=job.requeue,
+        room=job.room,
+        options=f'--dependency="afterany:$me" --export="ALL,{AFTER}=$me"',
+        handover=HANDOVER.format(room=shlex.quote(job.room)) if job.room else "",
+        said="job $asked goes on when this one has ended",
+    )
 
 
 def options_of(job: Job, number: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from areal_hpc.cluster.components import (
     Component,
@@ -45,6 +45,20 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
     span = nodes_of_engine(config) if roles.get("part") else 1
     over = f" of {span} nodes, its generator on the first and a part on each other" if span > 1 else ""
     yield f"engines      {config.generation.replicas}, each on {engine_ranks(config)} devices{over}"
+    taken = {seat.node for seat in placed.values()}
+    for one in components:
+        if idle := [node for node in nodes[one.name] if node not in taken]:
+            yield f"advice       {_about_idle(one, idle, span)}"
+
+
+def _about_idle(component: Component, idle: Sequence[str], span: int) -> str:
+    """What to do about nodes on which nobody would sit. ``span``: nodes of an engine."""
+    used = component.request.nodes - len(idle)
+    fewer = f"lower cluster.{component.name}.nodes to {used}"
+    more = len(idle) // span if "generator" in component.roles else 0
+    return f"nobody would be on {', '.join(idle)}; {fewer}" + (
+        f", or raise generation.replicas by {more}" if more else ""
+    )
 
 
 def _satellites(config: Config) -> Iterator[str]:

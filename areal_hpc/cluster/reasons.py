@@ -40,7 +40,11 @@ REASONS: Mapping[str, tuple[str, str]] = {
     ),
     "PartitionDown": ("its partition starts no jobs", f"{NOTHING}, or choose another partition"),
     "PartitionInactive": ("its partition is out of service", "choose another partition"),
-    "BadConstraints": ("no nodes have what it asks for", "change constraint, gres or mem; `sinfo -o '%P %f %G %m'`"),
+    "BadConstraints": (
+        "no nodes have what it asks for, or it leaves out all that have",
+        "change constraint, gres or mem (`sinfo -o '%P %f %G %m'`); or, once such nodes are mended, ExcNodeList with "
+        "`scontrol update`, and `scontrol release` it",
+    ),
     "NodeDown": ("a node that it names is down", "remove cluster.all.nodelist"),
     "InvalidAccount": ("its account is not valid", "set cluster.all.account; `sacctmgr show assoc user=$USER`"),
     "InvalidQOS": ("its quality of service is not valid", "set cluster.all.qos; `sacctmgr show qos`"),

@@ -206,6 +206,10 @@ class RemoteLauncher:
             elif self.running.pop(key, None) is not None:
                 self._ended.append(Ended(*key, answer["code"]))
 
+    def seat_of(self, role: str, index: int) -> Seat:
+        """Where a process of the run is, or was."""
+        return self.seats[role, index]
+
     def last_lines(self, role: str, index: int) -> str:
         """The end of a role's log, for the message that says why the run ended."""
         return last_lines(self.attempt.log(role, index))

@@ -17,49 +17,27 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_hpc.cluster.again import render_again
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, Job, options_of
+from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, THEN, Job, options_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
 from areal_hpc.exits import EXIT_UNNEEDED
 from areal_hpc.privacy import umask_for
 
-ME = """\
-# By the numbers of array and task: the last task's own number is that of the whole array.
-me=$SLURM_JOB_ID
-[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-"""
-REQUEUE = """\
-# The one place that has this satellite come again, once: by `requeue`, or held, by `requeuehold`.
-asked=""
-again() {
-  [ -z "$asked" ] || return 0
-  asked=$(patiently scontrol "$1" "$me" && echo "$1")
-}
-"""
-SUBMIT = """\
-# The one place that has this satellite come again, once: as a new job, and held with `--hold`.
-asked="" words=("$@")
-again() {{
-  [ -z "$asked" ] || return 0
-  asked=$(patiently sbatch --parsable ${{SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID}} "$@" "$0" "${{words[@]}}")
-  asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
-{record}
-  echo "areal-hpc: $me is over, and job $asked serves the run in its place"
-}}
-"""
 RECORD = """\
   echo "$asked" >{room}/task-"${{SLURM_ARRAY_TASK_ID:-0}}"
-  [ $# -eq 0 ] || mv {room}/resting-"$me" {room}/resting-"$asked${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
+  [ $# -eq 0 ] || mv {room}/resting-"$me" {room}/resting-"$asked${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}" ||
+    patiently scancel "$asked"  # the run has ended, and has taken the name away
 """
 """Where status and stop look for the newest job of each task, and the run for those that it is to let go."""
 SCRIPT = """\
 # Slurm tells every process of the job when to leave; this shell only when it ends the job, and then why it does.
-ended=""
+ending=""
 ends_now() {{
-  ended=yes
-  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && {again}
+  ending=term
+  patiently scontrol show job -o "$me" | grep -qE ' ({cut_off})' && again
 }}
 trap ends_now TERM
 {command} &
@@ -67,9 +45,11 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do sleep 1; done
 wait "$run"
 code=$?
-[ -z "$ended" ] && case "$code" in
-  {stopped} | {unheard}) {again} && {then} ;;  # its time is over, and the run goes on; or it did not hear yet
-  {unneeded}) {rest} && {then} ;;  # the run is out, and lets it go when it is there again
+[ -z "$ending" ] && case "$code" in
+  # Its time is over, and the run goes on; or it did not hear yet; or its node has failed it.
+  {stopped} | {unheard} | {elsewhere}) again && {then} ;;
+  # The run is out, and lets it go when it is there again.
+  {unneeded}) {rest} && {then} ;;
 esac
 exit "$code"
 """
@@ -119,20 +99,22 @@ def render_satellite(job: Job, command: str) -> str:
     """
     head = "#!/bin/bash\n" + "\n".join(f"#SBATCH {option}" for option in options_of(job, 0))
     setup = ["\n".join(job.setup)] if job.setup else []
-    again = ("again requeue", "again requeuehold") if job.requeue else ("again", "again --hold")
-    then = "sleep 60" if job.requeue else "code=0"  # Slurm ends a script that it requeues meanwhile
-    ways = {"again": again[0], "rest": again[1], "then": then, "cut_off": CUT_OFF[job.requeue]}
+    rest = "again requeuehold" if job.requeue else "again --hold"
+    ways = {"rest": rest, "then": THEN[job.requeue], "cut_off": CUT_OFF[job.requeue]}
     script = SCRIPT.format(command=command, **ways, **CODES, unneeded=EXIT_UNNEEDED)
-    parts = [head, f"umask {job.umask:03o}", PATIENTLY, *setup, ME, _again(job), script]
+    parts = [head, f"umask {job.umask:03o}", PATIENTLY, *setup, _again(job), script]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
 def _again(job: Job) -> str:
     """The function by which a satellite comes again."""
-    if job.requeue:
-        return REQUEUE
-    record = RECORD.format(room=shlex.quote(job.room)).rstrip() if job.room else ""
-    return SUBMIT.format(record=record).replace("\n\n", "\n")
+    return render_again(
+        requeue=job.requeue,
+        room=job.room,
+        options="${SLURM_ARRAY_TASK_ID:+--array=$SLURM_ARRAY_TASK_ID}",
+        handover=RECORD.format(room=shlex.quote(job.room)) if job.room else "",
+        said="$me is over, and job $asked serves the run in its place",
+    )
 
 
 def array_options(config: Config, trainer_job: str) -> Sequence[str]:

@@ -1,7 +1,9 @@
 """The section ``cluster``: where a run runs, and what it asks Slurm for. No knob has a site's value as its default.
 
 Every field of `cluster.all` can be said again for one component, under `cluster.trainer`, `cluster.generation` or
-`cluster.rollout`; what is empty there is taken from `cluster.all`.
+`cluster.rollout`; what is empty there is taken from `cluster.all`. Of a heterogeneous job Slurm itself hands account,
+qos, time, reservation, mem and exclude on from a component to those after it (trainer, generation, rollout) that say
+nothing else; all other fields are the component's alone.
 """
 
 from __future__ import annotations

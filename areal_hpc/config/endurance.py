@@ -50,7 +50,8 @@ class LimitsConfig:
     restart_window_s: float = 600.0
     """See `restarts`; a process that dies more often ends the run."""
     attempts: int = 3
-    """Attempts in a row without a new committed step after which the run ends; 0 starts none after one that failed."""
+    """Attempts in a row without a new committed step after which the run ends, also where each was stopped by another
+    node that had lost its devices; 0 starts none after one that failed."""
     join_s: float = 86400.0
     """Longest time without any engine where satellites are to bring them; as long no other limit counts. The only limit
     of the run itself that counts time in Slurm's queue: the trainer's nodes stand idle meanwhile, and cost as much as

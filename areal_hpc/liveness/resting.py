@@ -9,8 +9,8 @@
 
 It is the same job all the time, so nobody comes twice, and a hold that comes after the launcher has looked is seen when
 it looks again. One whose engines died too often rests as well, until the next attempt: there may be something wrong
-with its node, and Slurm may then give it another. With the run's end they leave the queue, or by `areal-hpc stop` where
-its launcher could not end in order.
+with its node, and Slurm may then give it another. With the run's end, in whatever way, they leave the queue, or by
+`areal-hpc stop` where its launcher could not end in order.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"resting-(\d+(?:_\d+)?)")
 LOOK_S = 30.0
 """How often a launcher asks about those that rest."""
+LOOKS = 3
+"""How often it looks for those that rest when the run is over."""
 
 
 def rest(run: RunDir, job: str, after: int) -> None:
@@ -117,12 +119,17 @@ class Recall:
 
 
 def dismiss(run: RunDir, end: Callable[[Sequence[str]], None] = cancel) -> None:
-    """The run has ended: whoever rests for it leaves the queue."""
-    if not (jobs := resting(run)):
-        return
-    try:
-        end(jobs)
-    except SubmissionError as error:
-        log.warning("%s; satellites may still rest in the queue: `scancel %s` ends them", error, " ".join(jobs))
-    for job in jobs:
-        forget(run, job)
+    """The run has ended: whoever rests for it leaves the queue.
+
+    Where a site does not requeue, a name passes from a job to the one that rests in its place, perhaps at this moment;
+    so it is looked for again. Who finds its name gone by then has the new job leave itself (cluster/satellites.py).
+    """
+    for _ in range(LOOKS):
+        if not (jobs := resting(run)):
+            return
+        try:
+            end(jobs)
+        except SubmissionError as error:
+            log.warning("%s; satellites may still rest in the queue: `scancel %s` ends them", error, " ".join(jobs))
+        for job in jobs:
+            forget(run, job)

@@ -15,6 +15,7 @@ from areal_hpc.fs import read_if_listed
 from areal_hpc.liveness import seats
 from areal_hpc.liveness.heartbeat import watch_pulses
 from areal_hpc.liveness.job import JobView, batch_log, look, works_outside
+from areal_hpc.liveness.left_out import left_out
 from areal_hpc.liveness.resting import resting
 from areal_hpc.liveness.seats import Seat
 from areal_hpc.liveness.stopping import ALIVE
@@ -63,6 +64,7 @@ def status_lines(
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
             **_satellites(run, [seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
+            **_left_out(run, job),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -121,6 +123,14 @@ def _satellites(run: RunDir, present: Iterable[Seat], job: JobView | None) -> di
     if rest := resting(run):
         texts.append(f"{', '.join(rest)} held until the run is there again")
     return {"satellites": "; ".join(texts)} if texts else {}
+
+
+def _left_out(run: RunDir, job: JobView | None) -> dict[str, str]:
+    """The nodes without which the newest job and its satellites go on."""
+    there = [] if job is None else [job.job_id, *job.satellites]
+    told = {who: nodes for who, nodes in left_out(run).items() if job is None or who.partition("_")[0] in there}
+    texts = [f"{', '.join(nodes)} by job {who}" for who, nodes in told.items()]
+    return {"left out": f"{'; '.join(texts)}: without the devices that were asked for"} if texts else {}
 
 
 def _seat_text(seat: Seat) -> str:

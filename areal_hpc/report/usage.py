@@ -187,7 +187,7 @@ def _gpus(job: Mapping[str, Any]) -> dict[str, int]:
 def _ending(state: Mapping[str, Any], job: Mapping[str, Any], rows: Sequence[Accounted]) -> str:
     """What the launcher said last; of one that was cut off, what the accounts say of its incarnation of the job."""
     if (said := str(state.get("state", "ended before it began"))) not in ALIVE:
-        return said
+        return ": ".join(filter(None, (said, state.get("about"))))
     mine = [row.state for row in rows if row.job == job["job_id"] and not row.step and row.component == 0]
     by_slurm = mine[job["restarts"]] if job["restarts"] < len(mine) else ""
     return f"cut off: {by_slurm}" if by_slurm and by_slurm != "RUNNING" else f"{said}, unless it was cut off"

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from areal_hpc.errors import UserError
-from areal_hpc.exits import EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.errors import DevicesLost, UserError
+from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_USER_ERROR
 from areal_hpc.liveness.heartbeat import BEAT_S, beating
 from areal_hpc.privacy import umask_of
 from areal_hpc.roles.caches import use_own_caches
@@ -34,6 +34,9 @@ def main(arguments: list[str]) -> int:
             code: int = importlib.import_module(f"areal_hpc.roles.{role}").main(process)
     except StopRequested:
         code = EXIT_STOPPED
+    except DevicesLost as error:
+        log.critical("%s", error)
+        code = EXIT_ELSEWHERE
     except UserError as error:
         log.critical("%s", error)
         code = EXIT_USER_ERROR

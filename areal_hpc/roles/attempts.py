@@ -5,7 +5,8 @@
           └────────────── limits.attempts allows ───────────┘ a trainer rank died, or nobody got on any more
 
 Attempts that commit new steps may follow each other for ever. A person's mistake, a process that was replaced too
-often, a stop request or another owner end the run whatever the limit says.
+often, a stop request or another owner end the run whatever the limit says. A node that has lost its devices ends this
+start: the batch script has the job go on without that node (``left_out``), as often as ``limits.attempts`` allows.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
+from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.owner import Owner, whence
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import AttemptFailed, Stalled
+from areal_hpc.errors import AttemptFailed, NodeLost, Stalled
 from areal_hpc.exits import EXIT_STALLED
-from areal_hpc.fs import publish, publish_json
+from areal_hpc.fs import publish, publish_json, read_if_listed
 from areal_hpc.keys import make_key
 from areal_hpc.liveness.guard import Guard
+from areal_hpc.liveness.left_out import leave_out
 from areal_hpc.liveness.resting import Recall
 from areal_hpc.liveness.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
 from areal_hpc.liveness.watchdog import Watchdog
@@ -63,13 +66,15 @@ class Attempts:
     """Of each attempt that failed, whether it had committed a new step."""
     reason: str = ""
     """Why the last one failed."""
+    lost: NodeLost | None = None
+    """The node without which the job is to go on."""
 
     def go(self, *, after: int) -> str:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.
 
         Raises:
             RunDirError: somebody else has started the run at the same moment, or the disk is full by now.
-            AttemptFailed, RoleDied, Stalled, Fenced: the run has failed.
+            AttemptFailed, RoleDied, NodeLost, Stalled, Fenced: the run has failed.
         """
         epoch, outcome = after, RESTARTING
         while outcome == RESTARTING:
@@ -94,7 +99,8 @@ class Attempts:
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)
-                outcome = self.supervise(epoch, recorder.record) if has_model else "stopped"
+                outcome = self._supervise(epoch, recorder.record) if has_model else "stopped"
+                why = in_short(self.lost) if self.lost else ""
             except (AttemptFailed, Stalled) as died:
                 why = in_short(died)
                 self._require_another(epoch, died)
@@ -103,7 +109,8 @@ class Attempts:
                 why = in_short(error)
                 raise
             finally:
-                publish_json(attempt.state, {"state": outcome, "about": why, **owner})
+                lost = {"lost": self.lost.node} if self.lost else {}
+                publish_json(attempt.state, {"state": outcome, "about": why, **lost, **owner})
                 recorder.record("run", {"event": outcome})
         return outcome
 
@@ -141,6 +148,26 @@ class Attempts:
         if not goes_on(self.progress, limit):
             in_vain = attempts_in_vain(self.progress)
             raise type(died)(f"{in_vain} attempts in a row committed no new step (limits.attempts); {died}") from died
+
+    def _supervise(self, epoch: int, record: Record) -> str:
+        """``supervise``; a node that has lost its devices stops the attempt where its job goes on without it.
+
+        Raises:
+            NodeLost: it does not.
+        """
+        try:
+            return self.supervise(epoch, record)
+        except NodeLost as lost:
+            if self.run.attempt(epoch).stop_request.exists():
+                raise
+            requests = [component.request for component in components_of(self.config)]
+            progress = [*lost_before(self.run, epoch), committed_a_step(self.run, epoch)]
+            may = goes_on(progress, self.config.limits.attempts)
+            leave_out(lost, os.environ, requests=requests, may=may)
+            log.warning("%s", lost)
+            log.warning("the job goes on without node %s", lost.node)
+            self.lost = lost
+            return "stopped"
 
     def supervise(self, epoch: int, record: Record) -> str:
         """Start every role of attempt ``epoch``, watch them, end them; how it went.
@@ -205,6 +232,17 @@ class Attempts:
 def in_short(error: BaseException) -> str:
     """What happened, without what to do about it and what the logs say."""
     return str(error).partition("\n")[0].partition("; ")[0].rstrip(":") or type(error).__name__
+
+
+def lost_before(run: RunDir, epoch: int) -> list[bool]:
+    """Of the attempts right before ``epoch`` that were stopped by a lost node, the oldest first, whether each had
+    committed a new step."""
+    found: list[bool] = []
+    for before in range(epoch - 1, 0, -1):
+        if not (read_if_listed(run.attempt(before).state) or {}).get("lost"):
+            break
+        found.insert(0, committed_a_step(run, before))
+    return found
 
 
 def committed_a_step(run: RunDir, epoch: int) -> bool:

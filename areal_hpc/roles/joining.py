@@ -8,7 +8,8 @@
     again       the attempt is over and the run is not: the same for the next one
     rest        none comes for limits.rejoin_s: with ``--rest``, as the script of a satellite says, the nodes are given
                 back, and the job is held until the run is there again (``resting``); so it is after engines that died
-                too often, until the next attempt
+                too often, until the next attempt. A node that has lost its devices is given back as well, and the job
+                comes again without it (``left_out``). Of a job of several nodes none is given back while any serves
 
 Nothing of the run hangs on this process: whatever becomes of it and its node, the run goes on. What it may do is what
 the run directory lets it: whoever can read the run's secret may serve the run.
@@ -18,35 +19,33 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.buffer.epochs import newest_epoch
-from areal_hpc.cluster.components import engines_of_node, satellite_of
-from areal_hpc.cluster.devices import BINDING, visible_devices
+from areal_hpc.cluster.components import satellite_of
 from areal_hpc.cluster.environment import job_of
-from areal_hpc.cluster.local import LOOPBACK, NO_VARIABLES, Ended, LocalLauncher
-from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.local import LOOPBACK
+from areal_hpc.cluster.owner import Machine, Owner, namesakes
 from areal_hpc.cluster.rendezvous import address_towards
-from areal_hpc.config.derived import engine_ranks, takes_satellites, threads_of
+from areal_hpc.config.derived import takes_satellites
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, LimitsConfig
-from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
-from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED, EXIT_UNNEEDED
+from areal_hpc.errors import ConfigError, DataError, NodeLost, RoleDied, RunDirError, WaitTimeout
+from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_UNNEEDED
 from areal_hpc.fs import names_in, read_json, wait_for
 from areal_hpc.liveness import resting, seats
 from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
 from areal_hpc.liveness.job import note_satellite
-from areal_hpc.liveness.seats import Seat
+from areal_hpc.liveness.left_out import leave_out
 from areal_hpc.liveness.stopping import ALIVE, RUNNING, Signals, state_of
 from areal_hpc.privacy import is_secret
 from areal_hpc.roles.eviction import Eviction
+from areal_hpc.roles.seated import SeatedLauncher, device_blocks
 from areal_hpc.roles.supervisor import Supervisor
-from areal_hpc.roles.wiring.launchers import devices_here
 from areal_hpc.roles.wiring.servers import check_server
 from areal_hpc.run_dir import AttemptDir, RunDir
 
@@ -54,66 +53,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often the run's files are looked at."""
-
-
-class SeatedLauncher(LocalLauncher):
-    """Starts each engine on a seat of the attempt, and leaves the seat when the engine has ended.
-
-    Args:
-        blocks: which of this machine's devices each engine gets; as many engines can run at once.
-        first: the lowest seat.
-        holder: what the seats tell of who has taken them.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        run: RunDir,
-        epoch: int,
-        host: str,
-        *,
-        blocks: Sequence[tuple[int, ...]],
-        holder: Mapping[str, object],
-    ) -> None:
-        super().__init__(run, epoch, threads_of(config, len(os.sched_getaffinity(0))), host=host)
-        self._first, self._holder, self._blocks = config.generation.replicas, holder, list(blocks)
-        self._taken: dict[int, tuple[Seat, tuple[int, ...]]] = {}
-
-    @property
-    def own_seats(self) -> Mapping[int, Seat]:
-        """Those of the engines that run here, by their index."""
-        return {index: seat for index, (seat, _) in self._taken.items()}
-
-    @property
-    def num_blocks(self) -> int:
-        """How many engines can be started now."""
-        return len(self._blocks)
-
-    def start(self, role: str, index: int, variables: Mapping[str, str] = NO_VARIABLES) -> None:
-        """Start one engine on whatever seat is free; ``index`` only tells how many have been asked for."""
-        # One that the run has given up may still run here.
-        seat = seats.take(self.attempt, self._first, self._holder, besides=self._taken)
-        devices = self._blocks.pop(0)
-        self._taken[seat.index] = seat, devices
-        self.num_starts[role, seat.index] = seat.incarnation
-        super().start(role, seat.index, {**visible_devices(devices, os.environ), **variables})
-        log.info("joined attempt %d as %s%s", self.attempt.epoch, seat.name, _on(devices))
-
-    def died(self) -> list[Ended]:
-        return [self._left(ended) for ended in super().died()]
-
-    def stop(self, timeout_s: float, at_once: Callable[[], bool] = lambda: False) -> list[Ended]:
-        return [self._left(ended) for ended in super().stop(timeout_s, at_once)]
-
-    def _left(self, ended: Ended) -> Ended:
-        seat, devices = self._taken.pop(ended.index)
-        seat.leave()
-        self._blocks.append(devices)
-        return ended
-
-
-def _on(devices: tuple[int, ...]) -> str:
-    return f" on device {', '.join(map(str, devices))}" if devices else ""
+LINGER_S = 5.0
+"""How often a node that has given up looks whether others of its job still serve."""
 
 
 def join_run(
@@ -135,7 +76,8 @@ def join_run(
 
     Returns:
         EXIT_DONE when the run has ended, EXIT_STOPPED when this process was told to leave one that goes on. With
-        ``may_rest``, EXIT_UNNEEDED when no attempt came in time, or an engine died too often: the job is to rest.
+        ``may_rest``, EXIT_UNNEEDED when no attempt came in time, or an engine died too often: the job is to rest; and
+        EXIT_ELSEWHERE when this node has lost its devices: the job is to come again without it.
 
     Raises:
         RunDirError, ConfigError, DataError: the run cannot be joined, or not from here.
@@ -152,12 +94,27 @@ def join_run(
     except (WaitTimeout, RoleDied) as error:
         if not (job and may_rest):
             raise
-        log.warning("%s", error)
-        log.warning(
-            "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past.epoch + 1
-        )
-        resting.rest(run, job, past.epoch)
-        return EXIT_UNNEEDED
+        return _give_back(run, job, past, environment, error)
+
+
+def _give_back(run: RunDir, job: str, past: _Past, environment: Mapping[str, str], why: WaitTimeout | RoleDied) -> int:
+    """Say in which way the job is to come again."""
+    if isinstance(why, NodeLost):
+        config = load([run.config], [])
+        try:
+            leave_out(why, environment, requests=[satellite_of(config).request])
+        except NodeLost as refused:
+            why = refused
+        else:
+            log.warning("%s", why)
+            log.warning("job %s comes again without node %s", job, why.node)
+            return EXIT_ELSEWHERE
+    log.warning("%s", why)
+    log.warning(
+        "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past.epoch + 1
+    )
+    resting.rest(run, job, past.epoch)
+    return EXIT_UNNEEDED
 
 
 @dataclass(slots=True)
@@ -170,21 +127,55 @@ class _Past:
 def _serve(
     run: RunDir, job: str, num_engines: int | None, past: _Past, environment: Mapping[str, str], *, wait_s: float | None
 ) -> int:
-    """Serve one attempt after the other; ``past`` is kept."""
+    """Serve one attempt after the other; ``past`` is kept. While other nodes of the job serve, this one stays as well:
+    they are given back together."""
+    given_up: WaitTimeout | RoleDied | None = None
+    began = past.epoch
     with Signals(from_scheduler=bool(job)) as signals:
-        while standing := _next_standing(run, past.epoch, wait_s, signals):
-            if standing.attempt is None:
-                log.info("%s: the run has ended: %s", run.root, standing.state)
-                return EXIT_DONE
-            visit = _Visit(run=run, attempt=standing.attempt, signals=signals)
+        while True:
             try:
-                over = visit.stay(num_engines, environment, {"job": job, **Owner.this_process().record()})
-            except RoleDied:
-                past.epoch = standing.attempt.epoch  # there may be something wrong with this node
-                raise
-            past.epoch = max(past.epoch, over)
-    log.info("left %s", run.root)
-    return EXIT_STOPPED
+                standing = _next_standing(run, past.epoch, LINGER_S if given_up else wait_s, signals)
+                if standing is None or standing.attempt is None:
+                    return _left(run, standing)
+                visit = _Visit(run=run, attempt=standing.attempt, signals=signals)
+                _stay(visit, past, num_engines, environment, job)
+                given_up = None
+            except (WaitTimeout, RoleDied) as error:
+                if not _others_serve(run, job):
+                    over = standing_of(run, began)
+                    if over is not None and over.attempt is None:
+                        return _left(run, over)
+                    raise given_up or error from None
+                if given_up is None:
+                    log.warning("%s; other nodes of job %s serve on, and this one stays with them", error, job)
+                    given_up = error
+
+
+def _stay(visit: _Visit, past: _Past, num_engines: int | None, environment: Mapping[str, str], job: str) -> None:
+    """Serve one attempt until it is over; ``past`` is kept."""
+    try:
+        over = visit.stay(num_engines, environment, {"job": job, **Owner.this_process().record()})
+    except RoleDied:
+        past.epoch = visit.attempt.epoch  # there may be something wrong with this node
+        raise
+    past.epoch = max(past.epoch, over)
+
+
+def _left(run: RunDir, standing: Standing | None) -> int:
+    """The exit code of who leaves a run that has ended, or, None, one that goes on."""
+    if standing is None:
+        log.info("left %s", run.root)
+        return EXIT_STOPPED
+    log.info("%s: the run has ended: %s", run.root, standing.state)
+    return EXIT_DONE
+
+
+def _others_serve(run: RunDir, job: str) -> bool:
+    """Whether other processes of this job, which are on its other nodes, have engines for an attempt that works."""
+    attempt = run.newest_attempt() if job and run.attempts.is_dir() else None
+    if attempt is None or not _works(run, attempt):
+        return False
+    return any(seat.holder().get("job") == job for seat in seats.newest(attempt).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,11 +220,14 @@ def _next_standing(run: RunDir, after: int, wait_s: float | None, signals: Signa
 
     Raises:
         WaitTimeout: it was not known in time.
+        RunDirError: see ``_refuse_namesake``.
     """
     limits = load([run.config], []).limits if run.config.is_file() else LimitsConfig()
     limit_s = limits.rejoin_s if wait_s is None else wait_s
+    pulse = Pulse()
 
     def known() -> Standing | int | None:
+        _refuse_namesake(run, after, pulse)
         return signals.count or standing_of(run, after)
 
     while True:
@@ -255,6 +249,27 @@ def _next_standing(run: RunDir, after: int, wait_s: float | None, signals: Signa
             party="trainer-0",
             hint="its log says why; limits.start_s allows for more",
         )
+
+
+def _refuse_namesake(run: RunDir, after: int, pulse: Pulse) -> None:
+    """
+    Args:
+        pulse: of the newest attempt's trainer.
+
+    Raises:
+        RunDirError: a launcher at work is on another machine of this one's name: all that is asked of its process here
+            says that it is gone, while hearts of the run beat.
+    """
+    attempt = run.newest_attempt() if run.attempts.is_dir() else None
+    if attempt is None or attempt.epoch <= after:
+        return
+    state, owner = state_of(run, attempt.epoch)
+    machines = {"the run's first": Machine(owner.host, owner.boot), "this one": Machine.here()}
+    if state != RUNNING or not (problem := namesakes(machines)):
+        return
+    pulse.see(read_heartbeat(attempt, "trainer-0"))
+    if pulse.moved:
+        raise RunDirError(f"{run.root} cannot be joined from here: {problem}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,25 +369,3 @@ def require_joinable(run: RunDir, config: Config) -> None:
             f"model.path: there is no directory {config.model.path} on {socket.gethostname()}; copy it there"
         )
     check_server(config)
-
-
-def device_blocks(config: Config, num_engines: int | None, environment: Mapping[str, str]) -> list[tuple[int, ...]]:
-    """The devices of each engine, by their numbers among those that this process may use; none where it has none.
-
-    It may use those that it is bound to; else those that a satellite of the run asks for; else all of the machine.
-
-    Raises:
-        ConfigError: there are too few.
-    """
-    bound = next((environment[name] for name in BINDING if environment.get(name)), "")
-    num_devices = len(bound.split(",")) if bound else satellite_of(config).gpus or devices_here(config)
-    size = engine_ranks(config)
-    most = engines_of_node(config, num_devices)
-    number = most if num_engines is None else num_engines
-    if number < 1 or (num_devices and number * size > num_devices):
-        raise ConfigError(
-            f"--engines {number}: each needs {size} of the {num_devices} devices here; give another number"
-        )
-    if not num_devices:
-        return [()] * number
-    return [tuple(range(first, first + size)) for first in range(0, number * size, size)]

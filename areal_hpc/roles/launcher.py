@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from areal_hpc import checkpoint
@@ -22,8 +24,8 @@ from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
-from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from areal_hpc.errors import CheckpointError, Fenced, RoleDied, RunDirError, Stalled
+from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.liveness.job import JobView, ended_with, refuse_queued
 from areal_hpc.liveness.resting import dismiss
 from areal_hpc.liveness.stopping import Signals, refuse_living_owner
@@ -91,7 +93,8 @@ def run_local(
         EXIT_DONE when the last step is done, EXIT_STOPPED when a stop request ended it (with a checkpoint, unless no
         step was done yet), EXIT_FAILED when a second request did not give it the time for one. In a Slurm job,
         EXIT_STOPPED asks for more time: a person's stop is then EXIT_DONE, and an end that was warned of and came
-        before the last checkpoint is EXIT_STOPPED, if there has been an earlier one in the attempt.
+        before the last checkpoint is EXIT_STOPPED, if there has been an earlier one in the attempt. EXIT_ELSEWHERE asks
+        for the same without a node that has lost its devices.
 
     Raises:
         RunDirError: the run directory is in use (and not to be taken over), holds a run and ``resume`` is false, is
@@ -99,6 +102,7 @@ def run_local(
         CheckpointError: there is no checkpoint of the step ``resume_from``.
         ConfigError, DataError: see ``prepare``; the run directory has not been touched.
         RoleDied: a process ended too early, and it is not, or not again, to be started again.
+        NodeLost: a node has lost its devices, and nobody can leave it out.
         Stalled: nobody got on any more, and no attempt is to follow.
     """
     config = anchored(config, Path.cwd())
@@ -106,16 +110,17 @@ def run_local(
     newest = newest_epoch(run)
     if not takeover and not ended_with(run, _refuse_job(config, run)):
         refuse_living_owner(run, newest)
-    check_resume(run, newest, config, resume)
-    if resume_from is not None:
-        _check_step(run, newest, resume_from)
-    examine(run.root, config.buffer.min_free_mb)
-    prepare(config)
+    scheduled = config.cluster.shape is not Shape.LOCAL
+    with _over_for_good(run) if scheduled else nullcontext():  # a person who types it may mend it, and type it again
+        check_resume(run, newest, config, resume)
+        if resume_from is not None:
+            _check_step(run, newest, resume_from)
+        examine(run.root, config.buffer.min_free_mb)
+        prepare(config)
     if not in_job(os.environ) and shutil.which("sbatch"):
         log.warning("training on this machine, outside of any job; `areal-hpc submit` hands a run to Slurm")
     run = RunDir.create(run.root, config.run_group)
-    scheduled = config.cluster.shape is not Shape.LOCAL
-    with umask_of(config.run_group), Signals(from_scheduler=scheduled) as signals, console:
+    with umask_of(config.run_group), Signals(from_scheduler=scheduled) as signals, console, _over_for_good(run):
         attempts = Attempts(run=run, config=config, console=console, signals=signals, resume_from=resume_from)
         try:
             outcome = attempts.go(after=newest)
@@ -123,15 +128,30 @@ def run_local(
             _report_failed(run)
             warned = isinstance(failure, RoleDied) and _is_told_by_slurm(config, signals)
             if not (warned and committed_a_step(run, newest_epoch(run))):
-                dismiss(run)
                 raise
             log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
     report_run(run)
-    code = EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
-    if code != EXIT_STOPPED:
+    code = EXIT_CODES[outcome]
+    if attempts.lost:
+        code = EXIT_ELSEWHERE
+    elif outcome == "stopped" and _has_no_more_to_do(run, config):
+        code = EXIT_DONE
+    if code not in (EXIT_STOPPED, EXIT_ELSEWHERE):
         dismiss(run)
     return code
+
+
+@contextmanager
+def _over_for_good(run: RunDir) -> Iterator[None]:
+    """Who rests for the run leaves the queue when an error ends it, unless a newer attempt owns it: that ends it."""
+    try:
+        yield
+    except Fenced:
+        raise
+    except Exception:
+        dismiss(run)
+        raise
 
 
 def _refuse_job(config: Config, run: RunDir) -> JobView | None:

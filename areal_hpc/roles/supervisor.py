@@ -3,7 +3,8 @@
 start       generators (with their parts on further nodes, where engines span several), rollout workers, trainer ranks,
             evaluator: all at once, each finds the others by endpoint
 watch       a generator, part, rollout worker or evaluator that dies is replaced, within limits.restarts;
-            a trainer rank that dies ends the attempt; so does anybody's mistake in the configuration
+            a trainer rank that dies ends the attempt; so does anybody's mistake in the configuration, and a node
+            without the devices that a process was given there
 end         trainers first (they commit), then the rest, within limits.stop_s, by pid
 """
 
@@ -20,8 +21,8 @@ from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, LimitsConfig
-from areal_hpc.errors import AttemptFailed, RoleDied
-from areal_hpc.exits import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.errors import AttemptFailed, NodeLost, RoleDied
+from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_USER_ERROR
 from areal_hpc.liveness.stacks import Process
 from areal_hpc.roles.restarts import pause_before_restart
 
@@ -100,6 +101,7 @@ class Supervisor:
         Raises:
             AttemptFailed: an irreplaceable one ended too early; another attempt may go on.
             RoleDied: somebody ended too early who is not to be started again.
+            NodeLost: somebody found that its node has lost its devices.
             Fenced: a newer attempt owns the run.
             Stalled: nobody gets on any more; another attempt may.
         """
@@ -119,11 +121,13 @@ class Supervisor:
         Of several that ended together, one that a signal killed is the likelier cause.
 
         Raises:
-            AttemptFailed, RoleDied, Fenced: as ``watch``.
+            AttemptFailed, RoleDied, NodeLost, Fenced: as ``watch``.
         """
         early = [one for one in ended if not (one.role in self._finishing and one.code == EXIT_DONE)]
         if not early:
             return
+        if lost := next((one for one in early if one.code == EXIT_ELSEWHERE), None):
+            raise node_lost(self._launcher, lost)
         for one in early:
             if one.code == EXIT_USER_ERROR:
                 raise RoleDied(obituary(self._launcher, one))
@@ -181,8 +185,22 @@ def fate(ended: Ended) -> str:
     return f"{ended.name} ended with signal {-ended.code} ({signal.Signals(-ended.code).name})"
 
 
+def node_lost(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> NodeLost:
+    """What a process has found that ended with EXIT_ELSEWHERE."""
+    seat = launcher.seat_of(ended.role, ended.index)
+    which = f"device {', '.join(map(str, seat.devices))}" if seat.devices else "the devices"
+    return NodeLost(
+        f"node {seat.node} has lost {which} of {ended.name}; {_last_words(launcher, ended)}",
+        seat.node,
+    )
+
+
 def obituary(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> str:
     """Who ended, how, and the last lines of its log."""
+    return f"{fate(ended)}; {_last_words(launcher, ended)}"
+
+
+def _last_words(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> str:
     log_path = launcher.attempt.log(ended.role, ended.index)
     lines = launcher.last_lines(ended.role, ended.index)
-    return f"{fate(ended)}; its log {log_path} " + (f"ends with:\n{lines}" if lines else "is empty")
+    return f"its log {log_path} " + (f"ends with:\n{lines}" if lines else "is empty")

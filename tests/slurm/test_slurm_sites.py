@@ -303,6 +303,41 @@ def test_every_profile_is_one_that_a_centre_which_is_configured_so_takes(slurm: 
         assert re.search(r"^sbatch +Job \d+ to start at", planned, re.MULTILINE), (profile.name, planned)
 
 
+HANDED_ON = {
+    "account": ("other", "Account", "other"),
+    "qos": ("handed", "QOS", "handed"),
+    "time": ("'7'", "TimeLimit", "00:07:00"),
+    "reservation": ("handed", "Reservation", "handed"),
+    "mem": ("100M", "MinMemoryNode", "100M"),
+    "exclude": ("n3", "ExcNodeList", "n3"),
+}
+ALONE = {
+    "partition": ("cpu", "Partition", "cpu"),
+    "constraint": ("h100", "Features", "h100"),
+    "gres": ("gpu:1", "TresPerNode", "gres:gpu:1"),
+    "cpus": ("3", "CPUs/Task", "3"),
+    "mem_per_cpu": ("70M", "MinMemoryCPU", "70M"),
+}
+"""Field to a value, and where and how Slurm shows it."""
+
+
+def test_slurm_hands_some_fields_of_a_component_on_to_the_next_as_the_documentation_says(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    for words in (["qos", "handed"], ["account", "other"], ["user", "root", "account=other"]):
+        slurm.call("sacctmgr", "-i", "add", *words)
+    where = ["StartTime=now", "Duration=60", "Users=root", "Nodes=n1", "Flags=IGNORE_JOBS"]
+    slurm.call("scontrol", "create", "reservation", "ReservationName=handed", *where)
+    for name, (value, key, shown) in {**HANDED_ON, **ALONE}.items():
+        words = [*arguments(home, model), "cluster.shape=het", f"cluster.trainer.{name}={value}", f"name={name}"]
+        job, _, _ = submit(slurm, home, *words, "cluster.all.raw=['--hold']")
+        trainer, generation = (component.get(key) for component in slurm.job(job))
+        assert trainer == shown, name
+        assert (generation == shown) == (name in HANDED_ON), (name, generation)
+        slurm.call("scancel", job)
+    slurm.call("scontrol", "delete", "ReservationName=handed")
+
+
 MPI = {
     "pmix": "export MPI4PY_MPIABI=openmpi",
     "pmi2": f"export MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={sys.prefix}/lib",

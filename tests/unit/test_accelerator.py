@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_hpc import accelerator
-from areal_hpc.errors import ConfigError
+from areal_hpc.errors import ConfigError, DevicesLost
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,32 @@ def test_fault_17_who_was_given_devices_and_finds_none_does_not_compute_on_the_c
     for none in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"PATH": "0"}):
         assert accelerator.detect_bound(none) is accelerator.CPU
     said = r"was to compute on CUDA_VISIBLE_DEVICES=2,3, and torch finds no device there; leave that node out"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(DevicesLost, match=said):
         accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "2,3"})
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="ASCEND_RT_VISIBLE_DEVICES=0"):
+    with pytest.raises(DevicesLost, match="ASCEND_RT_VISIBLE_DEVICES=0"):
         accelerator.take_device(0)
+
+
+@pytest.mark.parametrize(("given", "there"), [("", 0), ("3", 1), ("0,1", 2), ("GPU-8f,GPU-9c", 2), ("NoDevFiles", 1)])
+def test_fault_17_who_finds_all_that_it_was_given_computes_on_it(
+    monkeypatch: pytest.MonkeyPatch, given: str, there: int
+) -> None:
     monkeypatch.setattr(accelerator, "detect", lambda: accelerator.NPU)
-    assert accelerator.detect_bound() is accelerator.NPU
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
+    environment = {"ASCEND_RT_VISIBLE_DEVICES": given, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert accelerator.detect_bound(environment) is accelerator.NPU
+
+
+def test_fault_17_a_node_that_has_lost_one_of_several_devices_is_as_bad_as_one_that_has_lost_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver shows those before the first that is not there."""
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    said = r"was to compute on CUDA_VISIBLE_DEVICES=4,5,6, and torch finds 2 of these 3 there; leave that node out"
+    with pytest.raises(DevicesLost, match=said):
+        accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "4,5,6"})
 
 
 def test_ranks_of_one_machine_take_different_devices() -> None:

@@ -174,6 +174,35 @@ def test_the_plan_shows_which_nodes_an_engine_spans() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (
+            (*SPANNING, "generation.tensor_parallel=8", "generation.replicas=2", "cluster.generation.nodes=7"),
+            "nobody would be on generation-node-4, generation-node-5, generation-node-6; lower "
+            "cluster.generation.nodes to 4, or raise generation.replicas by 1",
+        ),
+        (
+            (*SPANNING, "generation.tensor_parallel=8", "cluster.generation.nodes=3"),
+            "nobody would be on generation-node-2; lower cluster.generation.nodes to 2",
+        ),
+        (
+            ("generation.replicas=1", "cluster.generation.nodes=2"),
+            "nobody would be on generation-node-1; lower cluster.generation.nodes to 1, or raise generation.replicas "
+            "by 1",
+        ),
+        (
+            ("trainer.ranks=1", "cluster.trainer.nodes=2", "cluster.rollout.nodes=1"),
+            "nobody would be on trainer-node-1; lower cluster.trainer.nodes to 1",
+        ),
+    ],
+)
+def test_the_plan_names_nodes_that_would_stand_idle(words: tuple[str, ...], advice: str) -> None:
+    config = config_of(*words)
+    said = [line for line in plan_lines(config, roles_of(config)) if line.startswith("advice")]
+    assert said == [f"advice       {advice}"]
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("generation.tensor_parallel=6",), r"more than the 4 GPUs of a node, and they do not divide its 6 ranks"),

@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc import exits
 from areal_hpc.cli import main
-from areal_hpc.exits import EXIT_STOPPED, EXIT_UNNEEDED, MEANINGS
+from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_UNNEEDED, MEANINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_code_has_its_number_and_a_meaning() -> None:
     """The numbers of sysexits.h and of shells; a scheduler's script and people's scripts go by them."""
     codes = {name: code for name, code in vars(exits).items() if name.startswith("EXIT_")}
-    expected = {"DONE": 0, "FAILED": 1, "USER_ERROR": 2, "UNNEEDED": 69, "STALLED": 70, "STOPPED": 75}
+    expected = {"DONE": 0, "FAILED": 1, "USER_ERROR": 2, "UNNEEDED": 69, "STALLED": 70, "ELSEWHERE": 71, "STOPPED": 75}
     expected["INTERRUPTED"] = 130
     assert codes == {f"EXIT_{name}": code for name, code in expected.items()}
     assert sorted(MEANINGS) == sorted(codes.values())
@@ -41,10 +41,11 @@ def test_the_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_batch_scripts_go_by_the_code_of_a_run_that_stopped_or_could_not_hear_yet() -> None:
     for name in ("train.sbatch", "train_split.sbatch"):
         text = (ROOT / "sbatch" / name).read_text(encoding="utf-8")
-        assert re.findall(r'"\$code" -eq (\d+)', text) == [str(EXIT_STOPPED), "143"]
+        soon = [f"soon:{code}" for code in (EXIT_STOPPED, 143, EXIT_ELSEWHERE)]
+        assert f"\n  {' | '.join(soon)} | :{EXIT_ELSEWHERE}) again && " in text
     text = (ROOT / "sbatch/satellites.sbatch").read_text(encoding="utf-8")
-    assert re.findall(r"^  ([\d |]+)\) again (\w+)", text, re.MULTILINE) == [
-        (f"{EXIT_STOPPED} | 143", "requeue"),
+    assert re.findall(r"^  ([\d |]+)\) again ?(\w*) &&", text, re.MULTILINE) == [
+        (f"{EXIT_STOPPED} | 143 | {EXIT_ELSEWHERE}", ""),
         (str(EXIT_UNNEEDED), "requeuehold"),
     ]
 

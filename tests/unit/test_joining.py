@@ -23,8 +23,8 @@ from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import ConfigError, DataError, RoleDied, RunDirError, WaitTimeout
-from areal_hpc.exits import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNNEEDED, EXIT_USER_ERROR
+from areal_hpc.errors import ConfigError, DataError, NodeLost, RoleDied, RunDirError, WaitTimeout
+from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_FAILED, EXIT_STOPPED, EXIT_UNNEEDED, EXIT_USER_ERROR
 from areal_hpc.fs import create_exclusive, publish, publish_json
 from areal_hpc.liveness import seats
 from areal_hpc.liveness.job import satellite_jobs
@@ -337,6 +337,53 @@ def test_a_job_whose_engines_die_too_often_rests_until_the_next_attempt(run: Run
     assert (resting(run, 1), resting(run, 2)) == ([], ["12"])
 
 
+def test_fault_17_a_job_whose_node_has_lost_its_devices_comes_again_without_it_and_rests_if_it_gets_it_again(
+    run: RunDir, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    job = {"SLURM_JOB_ID": "12", "AREAL_HPC_AVOIDED": str(tmp_path / "avoided-12")}
+    attempt = begin(run)
+    engines.on_start = lambda: engines.ending.append(Ended("generator", 1, EXIT_ELSEWHERE))
+    assert join(run, environment=job, may_rest=True) == EXIT_ELSEWHERE
+    assert ((tmp_path / "avoided-12").read_text(), resting(run)) == ("n3\n", [])
+    assert seats.vacant(attempt) == {"generator-1"}
+    assert join(run, environment=job, may_rest=True) == EXIT_UNNEEDED
+    assert (resting(run, 1), resting(run, 2)) == ([], ["12"])
+    with pytest.raises(NodeLost, match="node n3 has lost the devices of generator-1"):
+        join(run, environment=job)  # typed in some job
+
+
+def test_a_node_that_gives_up_stays_while_another_of_its_job_serves_and_leaves_with_it(
+    run: RunDir, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is not held in the meantime: it would come again, held, when the run is over."""
+    monkeypatch.setattr(joining, "LINGER_S", 0.02)
+    job = {"SLURM_JOB_ID": "12", "AREAL_HPC_AVOIDED": str(tmp_path / "avoided-12")}
+    attempt = begin(run)
+    other = seats.take(attempt, 1, {"job": "12", "host": "n4", "pid": 1})
+    stranger = seats.take(attempt, 1, {"job": "13", "host": "n5", "pid": 1})
+    looks = []
+
+    def looked(*_: Any) -> Any:
+        looks.append(resting(run))
+        if len(looks) == 4:
+            ends()
+        return real(run, "12")
+
+    real = joining._others_serve
+    monkeypatch.setattr(joining, "_others_serve", looked)
+    engines.on_start = lambda: engines.ending.append(Ended("generator", 3, EXIT_ELSEWHERE))
+    ends = other.leave
+    assert join(run, environment=job, may_rest=True) == EXIT_ELSEWHERE
+    assert (len(looks), len(engines.started)) == (4, 1), "it has not tried again meanwhile"
+
+    looks.clear()
+    back = seats.take(attempt, 1, {"job": "12", "host": "n4", "pid": 1})
+    ends = lambda: end(attempt, "finished")  # noqa: E731
+    assert join(run, environment=job, may_rest=True) == EXIT_DONE, "the run is over, and nobody comes again"
+    assert (back.is_held(), stranger.is_held(), resting(run)) == (True, True, [])
+
+
 def test_an_attempt_that_comes_up_is_waited_for_as_long_as_it_may_take(run: RunDir, engines: Engines) -> None:
     attempt = begin(run)
     attempt.endpoint("trainer", 0).unlink()
@@ -357,6 +404,36 @@ def test_an_old_attempts_end_is_not_that_of_a_run_submitted_anew(run: RunDir, en
     with pytest.raises(WaitTimeout):
         join(run, after=1)
     assert join(run, after=0) == EXIT_DONE
+
+
+def test_fault_29_a_run_whose_launcher_is_on_a_namesake_of_this_machine_is_refused_once_it_is_seen_to_live(
+    run: RunDir, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it may be this machine before it was booted anew, whose launcher is gone."""
+    attempt = begin(run, owner={**Owner.this_process().record(), "boot": "another"})
+    monkeypatch.setattr(joining, "LOOK_S", 0.01)
+    with pytest.raises(WaitTimeout):
+        join(run, wait_s=0.1)
+
+    def beats(counter: int) -> None:
+        publish_json(attempt.heartbeat("trainer", 0), {"incarnation": 0, "counter": counter, "ended": False})
+
+    refused = threading.Event()
+
+    def live() -> None:
+        counter = 0
+        while not refused.wait(0.05):
+            counter += 1
+            beats(counter)
+
+    heart = threading.Thread(target=live, daemon=True)
+    heart.start()
+    host = socket.gethostname()
+    with pytest.raises(RunDirError, match=rf"one hostname: the run's first and this one, all named {host}; give each"):
+        join(run, wait_s=60)
+    refused.set()
+    heart.join()
+    assert engines.started == []
 
 
 def test_a_run_of_one_machine_is_joined_on_it(run: RunDir, engines: Engines) -> None:

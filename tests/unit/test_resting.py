@@ -147,6 +147,19 @@ def test_with_the_run_those_who_rest_for_it_are_over(run: RunDir, caplog: pytest
     assert "satellites may still rest in the queue: `scancel 9_1` ends them" in caplog.text
 
 
+def test_a_name_that_passes_to_a_new_job_while_the_run_ends_is_seen_as_well(run: RunDir) -> None:
+    ended: list[str] = []
+
+    def end(jobs: Sequence[str]) -> None:
+        ended.extend(jobs)
+        if jobs == ["9_1"]:  # as the script of a satellite does where a site does not requeue
+            (run.satellites / "resting-9_1").rename(run.satellites / "resting-77_1")
+
+    rest(run, "9_1", 0)
+    dismiss(run, end)
+    assert (ended, resting(run)) == (["9_1", "77_1"], [])
+
+
 def test_one_that_starts_takes_its_name_away(run: RunDir) -> None:
     rest(run, "9_1", 0)
     forget(run, "9_1")

@@ -136,7 +136,7 @@ def ending(
         said: by ``scontrol show job`` of itself.
     """
     shows = "".join(f'[ "$*" = "show job -o {job}" ] && echo "JobId=12 {said}"\n' for job in ("12", "12_3"))
-    does = {"scontrol": f"{shows}true", "sbatch": "echo 77", "sleep": "/bin/sleep 0.2"}
+    does = {"scontrol": f"{shows}true", "sbatch": "echo 77", "scancel": "true", "sleep": "/bin/sleep 0.2"}
     for name, body in does.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -201,6 +201,13 @@ def test_where_a_site_does_not_requeue_a_new_one_rests_in_its_place(
     again = " ".join(["sbatch --parsable", *option, f"--hold {tmp_path}/script RUN"])
     assert ending(tmp_path, "cluster.requeue=false", code=69, **array) == (0, [again])
     assert [path.name for path in tmp_path.glob("resting-*")] == [f"resting-{successor}"]
+
+
+def test_a_new_one_whose_run_has_ended_meanwhile_does_not_rest_for_it(tmp_path: Path) -> None:
+    """The run's launcher has taken the name away of whoever rests for it, and nobody else knows of the new job."""
+    again = f"sbatch --parsable --array=3 --hold {tmp_path}/script RUN"
+    assert ending(tmp_path, "cluster.requeue=false", code=69, **ARRAY) == (0, [again, "scancel 77"])
+    assert list(tmp_path.glob("resting-*")) == []
 
 
 def test_one_that_was_told_to_leave_before_it_could_hear_comes_again_too(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""Fault 17: a node whose devices are gone. What runs there goes on without it, in every shape, and says so.
+
+The devices are stand-ins anyway; so is their loss: on one node torch is taken for one that is built for devices, and
+finds none. An engine of ours, which needs none, looks for them all the same.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster, wait_for
+from launched import arguments
+from slurm_runs import LONGEST_S, OVER, PATHS, areal, assert_proven_in_two_attempts, status, submit
+
+from areal_hpc.buffer.epochs import claim_epoch
+from areal_hpc.cluster.owner import Owner
+from areal_hpc.cluster.satellites import join_command, render_satellite, satellite_job
+from areal_hpc.config.describe import dump
+from areal_hpc.config.load import load
+from areal_hpc.config.resolve import resolve
+from areal_hpc.fs import make_private_directory, publish, publish_json
+from areal_hpc.keys import make_key
+from areal_hpc.liveness import seats
+from areal_hpc.liveness.job import batch_log, jobs_of, satellite_jobs
+from areal_hpc.run_dir import RunDir
+
+STAND_IN = """\
+import socket, sys, time
+from pathlib import Path
+from areal_hpc import accelerator
+
+def has_lost_them():
+    while not Path({lost!r}).exists():
+        time.sleep(0.05)
+    return socket.gethostname() == Path({lost!r}).read_text()
+
+accelerator._is_built_for_devices = has_lost_them
+if sys.orig_argv[1:4] == ["-m", "areal_hpc.roles", "generator"]:
+    from areal_hpc.roles import generator
+    serve = generator.main
+
+    def main(process):
+        accelerator.detect_bound()
+        return serve(process)
+
+    generator.main = main
+"""
+STEPS = 4
+WORDS = (f"trainer.total_steps={STEPS}", "cluster.all.cpus=4", "cluster.all.gres=gpu:1", "limits.stop_s=20")
+
+
+class Loss:
+    """On which node it is, is said when that is known; who looks for devices waits for it."""
+
+    def __init__(self, home: Path) -> None:
+        room = home / "stand-in"
+        room.mkdir()
+        self._file = room / "lost"
+        (room / "sitecustomize.py").write_text(STAND_IN.format(lost=str(self._file)), encoding="utf-8")
+        self.env = {"PYTHONPATH": f"{room}:{PATHS['PYTHONPATH']}"}
+
+    def is_on(self, node: str) -> None:
+        publish(self._file, node.encode())
+
+
+def test_fault_17_a_heterogeneous_job_is_requeued_without_a_node_that_has_lost_its_device(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    loss = Loss(home)
+    pinned = ["cluster.trainer.nodelist=n1", "cluster.generation.exclude=n1"]  # which each component keeps
+    job, run, log = submit(slurm, home, *arguments(home, model), *WORDS, *pinned, "cluster.shape=het", env=loss.env)
+    slurm.wait_for_state(job, "RUNNING")
+    lost = slurm.job(job)[1]["NodeList"]
+    loss.is_on(lost)
+    slurm.wait_for_state(job, "PENDING")
+    what = f"node {lost} has lost device 0 of generator-0"
+    shown = status(slurm, run)
+    assert shown["state"] == f"stopped: {what} (attempt 1)"
+    assert shown["left out"] == f"{lost} by job {job}: without the devices that were asked for"
+    assert f"attempt 1: stopped: {what}; this is what was last said" in areal(slurm, home, "why", run.root).stdout
+    assert [one["ExcNodeList"] for one in slurm.job(job)] == [lost, f"n1,{lost}"]
+
+    assert slurm.wait_for_state(job, *OVER, limit_s=LONGEST_S) == "COMPLETED", log.read_text(encoding="utf-8")
+    assert lost not in {one["NodeList"] for one in slurm.job(job)}
+    assert {one["Restarts"] for one in slurm.job(job)} == {"1"}
+    text = log.read_text(encoding="utf-8")
+    assert f"the job goes on without node {lost}\n" in text
+    assert f"{lost} was to compute on CUDA_VISIBLE_DEVICES=0, and torch finds no device there" in text
+    assert_proven_in_two_attempts(run, text, STEPS)
+    report = areal(slurm, home, "report", run.root).stdout
+    assert re.search(rf"attempt 1 +job {job}, .*, stopped: {what}\n", report), report
+    assert re.search(rf"attempt 2 +job {job}, requeue 1, .*, finished\n", report), report
+
+
+def test_fault_17_where_a_site_does_not_requeue_the_next_job_is_submitted_without_the_first_node(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    loss = Loss(home)
+    words = [*arguments(home, model), *WORDS, "cluster.shape=split", "cluster.requeue=false"]
+    job, run, log = submit(slurm, home, *words, env=loss.env)
+    slurm.wait_for_state(job, "RUNNING")
+    lost = slurm.job(job)[0]["BatchHost"]
+    loss.is_on(lost)
+    assert slurm.wait_for_state(job, *OVER) == "COMPLETED", log.read_text(encoding="utf-8")
+    first, second = jobs_of(run)
+    assert first == job
+    assert slurm.wait_for_state(second, *OVER, limit_s=LONGEST_S) == "COMPLETED"
+    assert slurm.job(second)[0]["ExcNodeList"] == lost
+    assert_proven_in_two_attempts(run, batch_log(run, second).read_text(encoding="utf-8"), STEPS)
+    report = areal(slurm, home, "report", run.root).stdout
+    assert re.search(rf"attempt 1 +job {job}, .*, stopped: node {lost} has lost device 0 of trainer-0\n", report), (
+        report
+    )
+    assert status(slurm, run)["left out"] == f"{lost} by job {second}: without the devices that were asked for"
+
+
+@pytest.mark.parametrize("requeue", ["true", "false"])
+def test_fault_17_a_satellite_does_not_take_the_same_node_again(
+    slurm: SlurmCluster, home: Path, model: Path, requeue: str
+) -> None:
+    """Of a run that is not at work, but says so."""
+    loss = Loss(home)
+    file, *words = arguments(home, model)
+    words += [*WORDS, "cluster.shape=satellites", f"cluster.requeue={requeue}", "cluster.all.cpus=1"]
+    config = resolve(load([Path(file)], words))
+    run = RunDir.create(home / "run")
+    publish(run.config, dump(config).encode())
+    make_key(run.token)
+    owner = Owner.this_process().record()
+    attempt = run.attempt(claim_epoch(run, owner)).create()
+    publish_json(attempt.endpoint("trainer", 0), {"host": "10.99.0.1"})
+    publish_json(attempt.state, {"state": "running", **owner})
+    room = make_private_directory(make_private_directory(run.slurm) / "satellites")
+    job = satellite_job(config, log=str(room / "%A_%a.log"), directory=home, room=str(room))
+    script = run.slurm / "satellites-0001.sbatch"
+    publish(script, render_satellite(job, join_command(config, "python", str(run.root))).encode())
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = slurm.run("sbatch", "--parsable", "--array=1-2", script, env={**PATHS, **loss.env, "PATH": path}, cwd=home)
+    array = done.stdout.strip()
+    try:
+        slurm.wait_for_state(f"{array}_1", "RUNNING")
+        lost = slurm.job(f"{array}_1")[0]["NodeList"]
+        loss.is_on(lost)
+        wait_for("two engines elsewhere", lambda: len(seats.present(attempt)) == 2, LONGEST_S, 0.5)
+        holders = [seat.holder() for seat in seats.present(attempt).values()]
+        assert lost not in {holder["host"] for holder in holders}
+        assert len(satellite_jobs(run)) == (1 if requeue == "true" else 3), "in their own jobs, where a site requeues"
+        for holder in holders:
+            assert slurm.job(holder["job"])[0]["ExcNodeList"] == lost
+            assert f"{lost} by job {holder['job']}" in status(slurm, run)["left out"]
+        said = "".join(path.read_text(encoding="utf-8") for path in room.glob("*.log"))
+        assert said.count(f" comes again without node {lost}\n") == 2, said
+    finally:
+        slurm.call("scancel", "--name", job.name)
