@@ -1,4 +1,4 @@
-"""How fast an engine samples, as its generator records it."""
+"""How fast an engine samples, as its generator records it, and what the run hears of one in another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.roles.wiring.serving import Meter
+from areal_hpc.liveness.picture import Seen, hung_engines
+from areal_hpc.roles.wiring.serving import Meter, Told
+from areal_hpc.waits import LEADER, Wait, achieved, open_waits
+
+QUIET_S = 12.5
+ASKS = Seen(
+    name="rollout-0", waits=(Wait(what="an answer", parties=("generator-0",), seconds=10 * QUIET_S, limit_s=1800.0),)
+)
+TRAINS = Seen(name=LEADER, waits=(Wait(what="groups", parties=("rollout-0",), seconds=10 * QUIET_S, limit_s=1800.0),))
+
+
+def heard(told: Told) -> Seen:
+    """The engine as others hear of it, once its generator has looked at it."""
+    before = {what: one.count for what, one in achieved().items()}
+    asyncio.run(told.look())
+    lately = {what: one for what, one in achieved().items() if one.count != before.get(what)}
+    return Seen(name="generator-0", waits=tuple(open_waits()), achieved=lately)
 
 
 def test_the_rate_is_that_since_the_last_look() -> None:
@@ -21,3 +37,32 @@ def test_the_rate_is_that_since_the_last_look() -> None:
     told = [asyncio.run(meter.load()) for _ in range(3)]
     assert [one["tokens_per_s"] for one in told] == pytest.approx([100 / 10, 0.0, 250 / 5])
     assert [(one["version"], one["tokens"]) for one in told] == [(3, 100), (3, 100), (3, 350)]
+
+
+def test_an_engine_in_another_process_gets_on_as_long_as_it_samples_loads_or_is_held() -> None:
+    """Whoever waits long for an answer of one that does none of that waits for one that hangs, and it is killed."""
+    idle = {"running": 1, "queued": 0, "held": False}
+    looks = [
+        (idle | {"tokens": 5}, False),
+        (idle | {"tokens": 9}, False),
+        (idle | {"tokens": 9}, True),
+        (idle | {"tokens": 9, "loading": 1.5}, False),
+        (idle | {"tokens": 9, "loading": 1.5}, True),
+        (idle | {"tokens": 9, "loading": 1.5, "held": True}, False),
+        (idle | {"tokens": 9, "loading": 1.5, "held": True}, False),
+        (idle | {"tokens": 9, "loading": 1.5}, True),
+    ]
+    seen = iter([one for one, _ in looks])
+
+    async def look() -> Mapping[str, Any]:
+        return next(seen)
+
+    told = Told(look)
+    assert [bool(hung_engines([heard(told), ASKS, TRAINS], QUIET_S)) for _ in looks] == [hangs for _, hangs in looks]
+
+
+def test_what_the_run_records_of_it_is_its_load_alone() -> None:
+    async def look() -> Mapping[str, Any]:
+        return {"version": 1, "running": 1, "queued": 0, "tokens": 5, "held": False, "loading": None}
+
+    assert asyncio.run(Told(look).look()) == {"version": 1, "running": 1, "queued": 0, "tokens": 5}

@@ -287,7 +287,7 @@ def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) ->
     async def use(started: ServerProcess) -> None:
         seen.append(started)
         assert started.alive()
-        assert await load_of(started) == {"version": 7, "running": 2, "queued": 4, "tokens": 741}
+        assert await load_of(started) == {"version": 7, "running": 2, "queued": 4, "held": False, "tokens": 741}
 
     log = serve(tmp_path, use)
     assert not seen[0].alive()

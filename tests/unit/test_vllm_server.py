@@ -104,7 +104,8 @@ ours = json.loads(order["arguments"][0])
 print("module:", order["module"], "arguments:", order["arguments"], flush=True)
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        told = {{"weight_version": "7", "num_running": 2, "num_waiting": 3, "num_generated_tokens": 40}}
+        told = {{"weight_version": "7", "num_running": 2, "num_waiting": 3, "num_generated_tokens": 40,
+            "paused": True, "loaded": 1.5}}
         data = json.dumps(told).encode()
         self.send_response(200 if self.headers["Authorization"] == "Bearer " + ours["key"] else 401)
         self.send_header("content-length", str(len(data)))
@@ -122,7 +123,8 @@ def test_a_server_is_up_when_it_generates_and_tells_its_load(tmp_path: Path) -> 
     async def within() -> None:
         async with serving(SPEC, python=str(program), log=tmp_path / "vllm-0.log", start_s=60) as started:
             assert started.alive()
-            assert await load_of(started) == {"version": 7, "running": 2, "queued": 3, "tokens": 40}
+            told = {"version": 7, "running": 2, "queued": 3, "tokens": 40, "held": True, "loading": 1.5}
+            assert await load_of(started) == told
 
     asyncio.run(within())
     assert "areal_hpc.generation.vllm.server" in (tmp_path / "vllm-0.log").read_text()

@@ -25,7 +25,7 @@ from areal_hpc.exits import EXIT_USER_ERROR
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import EngineLost
 from areal_hpc.generation.served.arrivals import Arrivals
-from areal_hpc.generation.vllm.worker import _touching, prepare_tied
+from areal_hpc.generation.vllm.worker import prepare_tied
 from areal_hpc.weights.disk import DiskTransport
 
 
@@ -225,31 +225,20 @@ def test_a_load_that_gets_on_is_waited_for_however_long_it_takes(
         await begun(client)
         steps, loop = iter(range(1, 11)), asyncio.get_running_loop()
 
-        def further(_: Path) -> int:
+        def further(_: Any) -> int:
             if (step := next(steps, None)) is None:
                 loop.call_soon_threadsafe(engine.llm.returns.set)
                 return 10
             engine.llm.now += 20.0
             return step
 
-        monkeypatch.setattr(updates, "how_far", further)
+        monkeypatch.setattr(updates.WeightUpdates, "how_far", further)
         engine.llm.hanging = "areal_load"
         [message] = await update(client, model[1])
         assert "vLLM took 200.0 s to load them, longer than limits.weight_update_s = 30 allows" in message
         assert engine.alive()
 
     drive(scenario)
-
-
-def test_a_worker_tells_of_each_tensor_that_it_loads(drive: Drive, tmp_path: Path) -> None:
-    from areal_hpc.generation.vllm.updates import how_far
-
-    loaded = tmp_path / "loaded"
-    seen = [how_far(loaded)]
-    for _ in _touching(loaded, WHOLE.items()):
-        seen.append(how_far(loaded))
-        time.sleep(0.02)  # a file system's clock may tick a hundred times a second
-    assert seen[0] is None and len(set(seen)) == 1 + len(WHOLE)
 
 
 def test_loads_that_are_always_late_end_it_for_good_with_what_to_do(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -26,7 +27,8 @@ class Worker(Receiver):
 
     rank, device = 0, torch.device("cpu")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told_in: Path) -> None:
+        self.told_in, self.loaded = told_in, list[int]()
         self.model: dict[str, torch.Tensor] = {}
         self.sent: queue.Queue[torch.Tensor | None] = queue.Queue()
         self.areal_arrivals.groups["w"] = "the group"  # type: ignore[assignment]
@@ -39,7 +41,12 @@ class Worker(Receiver):
         buffer.copy_(sent)
 
     def areal_replace(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.model = {name: tensor.clone() for name, tensor in weights}
+        loaded = {}
+        for name, tensor in weights:
+            self.loaded.append(self.told_in.stat().st_mtime_ns)
+            os.utime(self.told_in, ns=(0, 0))  # as if it had been long ago
+            loaded[name] = tensor.clone()
+        self.model = loaded
 
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
         return self.model.keys() == weights.keys() and all(torch.equal(self.model[n], weights[n]) for n in weights)
@@ -56,8 +63,8 @@ class Worker(Receiver):
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    return Worker(monkeypatch)
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Worker:
+    return Worker(monkeypatch, tmp_path / "loaded")
 
 
 def test_adapters_that_come_alone_are_merged_where_they_are_loaded(worker: Worker, tmp_path: Path) -> None:
@@ -124,5 +131,6 @@ def test_a_directory_becomes_the_model(worker: Worker, tmp_path: Path, kind: str
     targets: Any = [Target()]
     asyncio.run(DiskTransport(tmp_path / "weights", targets, epoch=1, timeout_s=LIMIT_S).publish(1, iter(sent.items())))
     assert worker.holds(model.with_adapters(sent) if kind == "adapters" else model.weights)
+    assert len(worker.loaded) == len(model.weights) and all(worker.loaded), "it tells of each that it is loaded"
     held = worker.areal_arrivals.held
     assert held.keys() == (model.weights.keys() if kind == "weights that are kept" else set())

@@ -28,7 +28,8 @@ FINISHED = "sglang:num_requests_total"
 
 
 async def load(server: ServerProcess) -> Mapping[str, Any]:
-    """The version that it serves, sequences running and queued, and the tokens that it has sampled since its start.
+    """The version that it serves, sequences running and queued, the tokens that it has sampled since its start, and
+    whether sequences are held: in a pause all of them are back in the queue.
 
     The rate that SGLang tells itself is that of 40 decoding steps, and a pause sets it to 0: with a weight update
     every few seconds it is nearly always 0. What it counts is right at any time: the tokens of decoding steps, and
@@ -39,11 +40,12 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
     """
     loads, model = await server.get("/v1/loads?include=core"), await server.get("/model_info")
     metrics = await server.get("/metrics")
-    ranks = loads["loads"]
+    running, queued = (sum(rank[f"num_{of}_reqs"] for rank in loads["loads"]) for of in ("running", "waiting"))
     return {
         "version": int(model["weight_version"]),
-        "running": sum(rank["num_running_reqs"] for rank in ranks),
-        "queued": sum(rank["num_waiting_reqs"] for rank in ranks),
+        "running": running,
+        "queued": queued,
+        "held": not running and queued > 0,
         "tokens": int(counted(metrics, DECODED, mode="decode") + counted(metrics, FINISHED)),
     }
 

@@ -21,7 +21,8 @@ from areal_hpc.generation.vllm.arguments import engine_arguments, server_environ
 
 
 async def load(server: ServerProcess) -> Mapping[str, Any]:
-    """The version that it serves, sequences running and queued, and the tokens that it has sampled since its start.
+    """The version that it serves, sequences running and queued, the tokens that it has sampled since its start, whether
+    sequences are held, and something that changes as long as new weights are loaded.
 
     Raises:
         GenerationError: it did not answer, or refused.
@@ -32,6 +33,8 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
         "running": info["num_running"],
         "queued": info["num_waiting"],
         "tokens": info["num_generated_tokens"],
+        "held": info["paused"],
+        "loading": info["loaded"],
     }
 
 

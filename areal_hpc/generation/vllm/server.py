@@ -157,6 +157,8 @@ class EngineRoutes:
             "context_length": self._engine.max_tokens,
             "weight_version": self._engine.version,
             "updating": self._updates.is_open,
+            "paused": self._engine.paused,
+            "loaded": self._updates.how_far(),
             "quarantined": bool(self._engine.quarantined),
             **self._engine.load(),
         }

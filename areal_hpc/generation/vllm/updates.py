@@ -95,6 +95,10 @@ class WeightUpdates:
         """Whether an update has begun and not ended."""
         return self._session is not None
 
+    def how_far(self) -> float | None:
+        """Changes whenever a worker has loaded another tensor; None before the first."""
+        return self._loaded.stat().st_mtime if self._loaded.exists() else None
+
     # -- groups
 
     def join(self, address: GroupAddress, rank: int) -> None:
@@ -248,7 +252,7 @@ class WeightUpdates:
         """
         self._until(lambda: all(self._workers("areal_ready")), "what adapters are merged into is still being read")
         began = time.monotonic()
-        self._workers(method, *arguments, str(self._loaded), how_far=lambda: how_far(self._loaded))
+        self._workers(method, *arguments, str(self._loaded), how_far=self.how_far)
         if (took := time.monotonic() - began) <= self._timeout_s:
             self._num_late = 0
             return
@@ -297,8 +301,3 @@ class WeightUpdates:
                 self._engine.hangs = f"vLLM's engine has not answered for {self._timeout_s:g} s"
                 raise WeightUpdateError(f"{self._engine.hangs}; it ends, to be started anew")
         return answer.result()
-
-
-def how_far(loaded: Path) -> float | None:
-    """Changes whenever a worker has loaded another tensor; None before the first."""
-    return loaded.stat().st_mtime if loaded.exists() else None

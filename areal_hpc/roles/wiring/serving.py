@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import token_of
 from areal_hpc.roles.wiring.servers import seed_of, started_server
 from areal_hpc.roles.wiring.shares import ended, led, unless_stopped, watching
+from areal_hpc.waits import LEADER, advance, waiting
 
 if TYPE_CHECKING:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
@@ -108,6 +109,30 @@ class Meter:
         return {**seen, "tokens_per_s": rate}
 
 
+class Told:
+    """What an engine in another process achieves and waits for, said as this one's own: it has no heartbeat to say it
+    in, and would be taken for one that hangs as soon as somebody waits long for an answer."""
+
+    def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._look = look
+        self._sampled, self._loading = 0, None
+        self._hold = ExitStack()
+
+    async def look(self) -> Mapping[str, Any]:
+        """What it answers of its load."""
+        seen = dict(await self._look())
+        loading, held = seen.pop("loading", None), seen.pop("held")
+        if seen["tokens"] > self._sampled:
+            advance("tokens generated", seen["tokens"] - self._sampled)
+        if loading != self._loading:
+            advance("looks at weights that it loads")
+        self._sampled, self._loading = seen["tokens"], loading
+        self._hold.close()
+        if held:
+            self._hold.enter_context(waiting("weights; it is paused", LEADER, limit_s=None))
+        return seen
+
+
 @asynccontextmanager
 async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     async with AsyncExitStack() as stack:
@@ -123,4 +148,4 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         def death() -> ArealError:
             return GenerationError(over.result()) if over.done() else server.death()
 
-        yield ServedEngine(url=server.url, alive=alive, load=Meter(load).load, death=death)
+        yield ServedEngine(url=server.url, alive=alive, load=Meter(Told(load).look).load, death=death)
