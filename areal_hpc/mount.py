@@ -83,6 +83,11 @@ def low_space(directory: Path, min_free_mb: float) -> str | None:
     return None
 
 
+def has_room(directory: Path, num_bytes: int) -> bool:
+    """Whether so many bytes can still be written below ``directory``."""
+    return _free(directory)[0] > num_bytes
+
+
 def _free(directory: Path) -> tuple[int, int | None]:
     """Bytes and inodes that this user may still take."""
     with waiting(f"asking for the space left in {directory}", FILE_SYSTEM, limit_s=None):

@@ -133,6 +133,7 @@ class World:
         self.backend = Backend(self.calls, data_ranks or ranks)
         self.now = 0.0
         self.behind: list[bool] = []  # what is answered, last first
+        self.pressed: list[bool] = []
         self.settled = 0
         self.loop = TrainingLoop(
             epoch=1,
@@ -147,6 +148,7 @@ class World:
             reader=self.ring.reader if ranks.leads else None,
             publish=self.publish,
             behind=lambda: self.behind.pop() if self.behind else False,
+            pressed=lambda: self.pressed.pop() if self.pressed else False,
             catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
             commit=lambda step: self.calls.append(f"commit {step}"),
             settle=self.settle,

@@ -22,7 +22,7 @@ its own files.
 from areal_hpc.checkpoint.background import Background
 from areal_hpc.checkpoint.choice import at_step, newest, steps_of
 from areal_hpc.checkpoint.commit import add_part, await_parts, begin, write
-from areal_hpc.checkpoint.files import CHECKPOINT_NAME, PENDING_NAME, Checkpoint, Lineage, verify
+from areal_hpc.checkpoint.files import CHECKPOINT_NAME, PENDING_NAME, Checkpoint, Lineage, size_of, verify
 from areal_hpc.checkpoint.retention import Keep, prune, sweep
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "begin",
     "newest",
     "prune",
+    "size_of",
     "steps_of",
     "sweep",
     "verify",

@@ -151,6 +151,15 @@ def verify(path: Path, *, weights: bool = True) -> Checkpoint:
     return Checkpoint(path=path, version=version, state=state, layout=body["layout"])
 
 
+def size_of(path: Path) -> int:
+    """Bytes of all files of the checkpoint at ``path``, as its manifest has them.
+
+    Raises:
+        CheckpointError: that is damaged.
+    """
+    return sum(int(file["size"]) for file in _read_manifest(path, version_of(path))["files"].values())
+
+
 def _read_manifest(path: Path, version: WeightVersion) -> dict[str, Any]:
     try:
         manifest = read_json(path / MANIFEST)

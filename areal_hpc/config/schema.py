@@ -176,7 +176,8 @@ class BufferConfig:
     """Longest time a finished group waits in memory before it is made durable, in seconds; trainer and workers look
     for each other's news as often at most, and 4 times as rarely where a server is asked, as on NFS or Lustre."""
     min_free_mb: float = 256.0
-    """Free space below which no new prompt is begun, in MiB: room for a checkpoint and what is in flight; 0 is off."""
+    """Free space below which no new prompt is begun, in MiB: room for what is in flight, and for a checkpoint, which is
+    made early then, since the ring may let go of more after it; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

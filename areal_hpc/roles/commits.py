@@ -46,6 +46,7 @@ from areal_hpc.buffer.epochs import check_fence, load_lineage
 from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.describe import dump
 from areal_hpc.fs import publish
+from areal_hpc.mount import has_room, low_space
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.carried import carried_at
@@ -58,6 +59,8 @@ from areal_hpc.waits import waiting
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
+SPACE_LOOK_S = 5.0
+"""How often free space is looked at, at most."""
 
 
 def config_digest(process: RoleProcess) -> str:
@@ -79,14 +82,27 @@ class Durable:
 
 
 class Commits:
-    """``side`` is what rank 0 has; the other ranks only write their part."""
+    """One rank's.
+
+    Args:
+        side: what rank 0 has; the other ranks only write their part.
+        newest: the checkpoint that rank 0 goes on from.
+    """
 
     def __init__(
-        self, *, process: RoleProcess, ranks: Ranks, backend: TrainerBackend, side: TrainerSide | None
+        self,
+        *,
+        process: RoleProcess,
+        ranks: Ranks,
+        backend: TrainerBackend,
+        side: TrainerSide | None,
+        newest: Path | None = None,
     ) -> None:
         self._process, self._ranks, self._backend, self._side = process, ranks, backend, side
         self._background = checkpoint.Background[Durable | None]()
         self._verified: list[Path] = []
+        self._size = None if newest is None else checkpoint.size_of(newest)  # of a checkpoint, in bytes
+        self._next_look_s = 0.0  # on the monotonic clock
 
     def begin(self, step: int, weights: int | None) -> None:
         """Start the checkpoint of ``step``; returns once this rank's state is in host memory. Collective.
@@ -154,7 +170,7 @@ class Commits:
             self._backend.complete(str(place))
             archived()
 
-        checkpoint.write(
+        written = checkpoint.write(
             run,
             version,
             save,
@@ -163,6 +179,7 @@ class Commits:
             layout={"ranks": self._ranks.size},
             still_leader=lambda: check_fence(run, process.epoch),
         )
+        self._size = checkpoint.size_of(written)
         check_fence(run, process.epoch)  # what a successor goes on from is not ours to delete
         self._verified = checkpoint.prune(run, load_lineage(run, process.epoch + 1), self._keep(), self._verified)
         seconds = time.monotonic() - began
@@ -172,6 +189,19 @@ class Commits:
             seconds=seconds,
             seconds_stalled=stalled if process.config.checkpoint.asynchronous else seconds,
         )
+
+    def would_make_room(self) -> bool:
+        """Whether workers begin nothing since space is short, and a checkpoint finds room itself: after it the ring may
+        delete what the one before it covers."""
+        if (now := time.monotonic()) < self._next_look_s:
+            return False
+        self._next_look_s = now + SPACE_LOOK_S
+        run = self._process.run
+        problem = low_space(run.ring, self._process.config.buffer.min_free_mb)
+        if problem is None or self._size is None or not has_room(run.checkpoints, self._size):
+            return False
+        log.warning("a checkpoint now, so that the ring can let go of more: %s", problem)
+        return True
 
     def _keep(self) -> checkpoint.Keep:
         rules, process = self._process.config.checkpoint, self._process

@@ -129,6 +129,7 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         behind=member.behind,
         deserted_s=member.deserted_s,
         catch_up=member.catch_up,
+        pressed=member.commits.would_make_room,
         commit=member.commit,
         settle=member.settle,
         journal=member.note,
@@ -166,7 +167,8 @@ class Member:
         self.process, self.ranks, self.backend, self.side = process, ranks, backend, side
         self.parent = parent
         self.fingerprint: int | None = None  # of the weights that the engines have; None where none has the newest
-        self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side)
+        newest = None if parent is None else parent.path
+        self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side, newest=newest)
         self.archiver = None if side is None else side.archiver
 
     def publish(self, version: int, weights: Weights) -> Mapping[str, float]:

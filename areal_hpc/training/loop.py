@@ -9,6 +9,8 @@ collectives. Whoever waits for whom:
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine in that was replaced or has joined, while the trainer waits: without it no group
                      might ever come
+    pressed          asks for a checkpoint in that wait, where workers begin nothing because space is short: the ring
+                     may delete what the one before it covers
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLAIM_POLL_S = 0.02
+CATCH_UP, SAVE = "catch up", "save"
+"""What may have to be done before groups can come."""
 
 
 Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
@@ -107,6 +111,8 @@ class TrainingLoop:
     """For how long in all no engine was there to sample anything: that counts for no limit of ours."""
     catch_up: Callable[[int, Weights], None] = lambda version, weights: None
     """Bring those engines up to date."""
+    pressed: Callable[[], bool] = lambda: False
+    """Whether a checkpoint of the step would make room that workers wait for; asked on rank 0."""
     archive: Callable[[TrainedStep], None] | None = None
     """Takes what each step is made of; on every rank or, where there is no archive, on none. Rank 0's has effect."""
     gap_watch: Callable[[int, Mapping[str, float]], str | None] = lambda step, stats: None
@@ -153,17 +159,21 @@ class TrainingLoop:
         what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
             with waiting(what, *self.workers, limit_s=self.pace.starve_s):
-                refs, behind = self._wait_for_groups(began - deserted_s) if self.reader is not None else (None, False)
-            shared, behind = self.ranks.share([None if refs is None else [ref.record() for ref in refs], behind])
-            if not behind:
+                refs, first = self._wait_for_groups(began - deserted_s) if self.reader is not None else (None, None)
+            shared, first = self.ranks.share([None if refs is None else [ref.record() for ref in refs], first])
+            if first is None:
                 break
-            self.catch_up(self.step, self.backend.weights)
+            if first == CATCH_UP:
+                self.catch_up(self.step, self.backend.weights)
+            else:
+                self.save()
+                self.settle(True)
         stop = self.ranks.any(self.stop_requested())
         self.seconds["wait"] = self.clock() - began
         return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
 
-    def _wait_for_groups(self, began: float) -> tuple[list[GroupRef] | None, bool]:
-        """The groups, or None and whether that is because an engine must be caught up first; else a stop is due.
+    def _wait_for_groups(self, began: float) -> tuple[list[GroupRef] | None, str | None]:
+        """The groups, or None and what all ranks must do first, CATCH_UP or SAVE; None for both where a stop is due.
 
         Args:
             began: when the wait did, less the time that the run had been deserted by then.
@@ -171,12 +181,14 @@ class TrainingLoop:
         assert self.reader is not None
         while not self.stop_requested():
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
-                return refs, False
+                return refs, None
             deadline = began + self.deserted_s() + self.pace.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
             if self.behind():
-                return None, True
-        return None, False
+                return None, CATCH_UP
+            if self.committed != self.step and self.pressed():
+                return None, SAVE
+        return None, None
 
     def _pause(self, deadline: float, waited: str) -> None:
         """A moment's sleep in a wait for the ring; WaitTimeout once ``deadline`` has passed."""

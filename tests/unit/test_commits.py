@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc import mount
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.checkpoint import steps_of, verify
 from areal_hpc.config.describe import dump
@@ -20,6 +21,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import CheckpointConfig
 from areal_hpc.errors import Fenced, RoleDied, WaitTimeout
 from areal_hpc.fs import publish_json
+from areal_hpc.roles import commits
 from areal_hpc.roles.commits import Commits
 from areal_hpc.roles.wiring.carried import carried_on, wandb_id
 from areal_hpc.run_dir import RunDir
@@ -249,6 +251,52 @@ def test_an_error_elsewhere_does_not_throw_away_a_checkpoint_under_way(
     with caplog.at_level(logging.WARNING):
         world.commits.close()
     assert "No space left on device" in caplog.text
+
+
+# Room
+
+
+@pytest.fixture
+def space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Free space by the test's word, asked for each time."""
+    told = SimpleNamespace(free=0)
+    monkeypatch.setattr(commits, "SPACE_LOOK_S", 0.0)
+    monkeypatch.setattr(mount, "_free", lambda _: (told.free, None))
+    return told
+
+
+def test_fault_40_a_checkpoint_is_worth_it_where_space_is_short_and_it_finds_room_itself(
+    world: World, space: SimpleNamespace
+) -> None:
+    short = 255 << 20  # less than buffer.min_free_mb, and far more than a checkpoint here
+    space.free = short
+    assert not world.commits.would_make_room(), "there is none before it, so nothing would be deleted"
+    world.commits.begin(1, weights=0)
+    world.commits.settle(wait=True)
+    assert world.commits.would_make_room()
+    space.free = 257 << 20
+    assert not world.commits.would_make_room(), "workers go on"
+    taken = sum(path.stat().st_size for path in world.path(1).iterdir() if path.name != "MANIFEST.json")
+    for free, expected in ((taken, False), (taken + 1, True)):
+        space.free = free
+        assert world.commits.would_make_room() is expected
+    later: Any = SimpleNamespace(reader=world.reader)
+    again = Commits(
+        process=world.process,
+        ranks=Ranks(),
+        backend=world.backend,
+        side=later,
+        newest=world.path(1),  # type: ignore[arg-type]
+    )
+    assert again.would_make_room(), "the attempt goes on from one"
+
+
+def test_free_space_is_looked_at_rarely(world: World, space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.commits.begin(1, weights=0)
+    world.commits.settle(wait=True)
+    monkeypatch.setattr(commits, "SPACE_LOOK_S", 1e6)
+    space.free = 255 << 20
+    assert [world.commits.would_make_room() for _ in range(3)] == [True, False, False]
 
 
 # What stays

@@ -83,6 +83,39 @@ def test_catching_up_does_not_lengthen_the_wait_for_a_batch() -> None:
     assert world.now < 60 + 7 + 7
 
 
+def test_fault_40_a_checkpoint_makes_room_where_workers_begin_nothing_for_want_of_it() -> None:
+    """Once for a step: a second one of the same would free nothing."""
+    world = World(total_steps=2, max_staleness=0)
+    produce = world.workers.produce if world.workers else None
+    asked = []
+
+    def space() -> bool:
+        asked.append(world.loop.step)
+        return world.loop.step == 1
+
+    def begin_if_there_is_room() -> bool:
+        if produce is not None and (world.loop.step == 0 or "commit 1" in world.calls):
+            produce()
+        return False
+
+    world.loop.pressed, world.loop.stop_requested = space, begin_if_there_is_room
+    assert world.run() is True
+    after = world.calls[world.calls.index("publish 1") + 1 :]
+    assert after[:2] == ["commit 1", "durable"], "while step 2 is waited for"
+    assert after[2:] == ["logprobs", "train", "journal 2", "weights", "publish 2", "commit 2", "durable"]
+    assert asked[-1] == 1 and asked.count(1) == 1
+
+
+def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
+    world = World()
+    world.loop.pressed, world.loop.stop_requested = lambda: True, lambda: False  # and nobody produces
+    ticks = itertools.count(step=20.0)
+    world.loop.clock = lambda: next(ticks)
+    with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
+        world.loop.run()
+    assert world.calls == ["commit 0", "durable"]
+
+
 def test_a_stop_while_waiting_commits_the_step_that_is_done() -> None:
     world = World(total_steps=100)
     stop_requested = world.stop_requested
