@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from started import config_in, end_at_once, leave, start, state_of
 
+from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import Ended, LocalLauncher
+from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
@@ -188,6 +190,19 @@ def test_where_no_job_can_go_on_the_run_has_failed_and_so_where_a_person_has_ask
     assert [state_of(run, epoch) for epoch in (1, 2)] == ["failed", "failed"]
     assert not avoided.exists()
     assert not isinstance(lost(), AttemptFailed), "no attempt on the same nodes follows"
+
+
+def test_a_job_whose_run_another_one_owns_does_not_come_again(
+    config: Config, run: RunDir, avoided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(*_: Any) -> str:
+        claim_epoch(run, Owner.this_process().record())
+        raise lost()
+
+    monkeypatch.setattr(Attempts, "supervise", replaced)
+    with pytest.raises(Fenced):
+        start(config)
+    assert not avoided.exists()
 
 
 # Who rests for a run that an error ends
