@@ -106,6 +106,7 @@ def test_fault_17_a_heterogeneous_job_is_requeued_without_a_node_that_has_lost_i
     assert re.search(rf"attempt 2 +job {job}, requeue 1, .*, finished\n", report), report
 
 
+@pytest.mark.long
 def test_fault_17_where_a_site_does_not_requeue_the_next_job_is_submitted_without_the_first_node(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
