@@ -133,9 +133,9 @@ class ClusterConfig:
     """Seconds before the time limit at which the run is told to stop; limits.stop_s must fit into it. 0 is a quarter
     of the time limit, at most 300."""
     requeue: bool = True
-    """Requeue the job when it stopped at its time limit, was pre-empted or lost a node. False, for sites that do not:
-    at its time limit, or pre-empted, it submits the next job of a chain, which goes on, and so does each satellite;
-    after a lost node `resume` does."""
+    """Requeue the job when it stopped at its time limit, was pre-empted or lost a node, or a node its devices. False,
+    for sites that do not: at its time limit, pre-empted, or without devices that it was given, it submits the next job
+    of a chain, which goes on, and so does each satellite; after a lost node `resume` does."""
     setup: tuple[str, ...] = ()
     """Shell lines before anything of ours runs, such as "module load cuda"; on every node."""
     prefix: str = ""

@@ -154,10 +154,12 @@ class Attempts:
 
         Raises:
             NodeLost: it does not.
+            Fenced: a newer attempt owns the run, and this job is not to come again.
         """
         try:
             return self.supervise(epoch, record)
         except NodeLost as lost:
+            check_fence(self.run, epoch)
             if self.run.attempt(epoch).stop_request.exists():
                 raise
             requests = [component.request for component in components_of(self.config)]

@@ -12,23 +12,24 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
 from areal_hpc.cluster.environment import in_job
+from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, Fenced, RoleDied, RunDirError, Stalled
+from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
 from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_FAILED, EXIT_STOPPED
 from areal_hpc.liveness.job import JobView, ended_with, refuse_queued
 from areal_hpc.liveness.resting import dismiss
-from areal_hpc.liveness.stopping import Signals, refuse_living_owner
+from areal_hpc.liveness.stopping import ALIVE, Signals, refuse_living_owner, state_of
 from areal_hpc.mount import examine
 from areal_hpc.privacy import umask_of
 from areal_hpc.report import LiveConsole, report_run
@@ -120,7 +121,12 @@ def run_local(
     if not in_job(os.environ) and shutil.which("sbatch"):
         log.warning("training on this machine, outside of any job; `areal-hpc submit` hands a run to Slurm")
     run = RunDir.create(run.root, config.run_group)
-    with umask_of(config.run_group), Signals(from_scheduler=scheduled) as signals, console, _over_for_good(run):
+    with (
+        umask_of(config.run_group),
+        Signals(from_scheduler=scheduled) as signals,
+        console,
+        _over_for_good(run, _is_anothers),
+    ):
         attempts = Attempts(run=run, config=config, console=console, signals=signals, resume_from=resume_from)
         try:
             outcome = attempts.go(after=newest)
@@ -143,15 +149,22 @@ def run_local(
 
 
 @contextmanager
-def _over_for_good(run: RunDir) -> Iterator[None]:
-    """Who rests for the run leaves the queue when an error ends it, unless a newer attempt owns it: that ends it."""
+def _over_for_good(run: RunDir, unless: Callable[[RunDir], bool] = lambda _: False) -> Iterator[None]:
+    """Who rests for the run leaves the queue when an error ends it."""
     try:
         yield
-    except Fenced:
-        raise
     except Exception:
-        dismiss(run)
+        if not unless(run):
+            dismiss(run)
         raise
+
+
+def _is_anothers(run: RunDir) -> bool:
+    """Whether another process has begun an attempt, and is at work: the run's end is its affair."""
+    if (newest := newest_epoch(run)) == 0:
+        return False
+    state, owner = state_of(run, newest)
+    return state in ALIVE and owner != Owner.this_process()
 
 
 def _refuse_job(config: Config, run: RunDir) -> JobView | None:

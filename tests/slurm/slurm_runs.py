@@ -91,6 +91,17 @@ def assert_finished_in_two_attempts(slurm: SlurmCluster, job: str, run: RunDir, 
     assert_proven_in_two_attempts(run, text)
 
 
+def assert_secret_is_nowhere(slurm: SlurmCluster, job: str, run: RunDir) -> None:
+    """Neither in what Slurm shows of the job to everybody, nor in any other file of the run."""
+    token = run.token.read_text(encoding="ascii").strip()
+    assert len(token) > 16
+    shown = slurm.call("scontrol", "show", "job", "-d", job) + slurm.call("scontrol", "write", "batch_script", job, "-")
+    assert token not in shown
+    files = [path for path in run.root.rglob("*") if path.is_file() and path.parent != run.secrets]
+    assert run.config in files
+    assert [path for path in files if token.encode() in path.read_bytes()] == []
+
+
 def directory_of(cluster: SlurmCluster, request: pytest.FixtureRequest, name: str) -> Path:
     """A directory of the test's own that all nodes see; a new one where the test runs again."""
     again = getattr(request.node, "execution_count", 1)

@@ -44,6 +44,10 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
     token = run.token.read_text(encoding="ascii")
     for node in (trainer, generation):
         assert token not in slurm.call("ps", "-eo", "args", where=node)
+        listening = [line for line in slurm.call("ss", "-Hltnp", where=node).splitlines() if '(("python' in line]
+        assert listening, "of ours"
+        address = slurm.call("hostname", "-i", where=node).strip()
+        assert {line.split()[3].rpartition(":")[0] for line in listening} <= {address, "127.0.0.1"}, listening
 
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     # scancel does not wait until the controller has handed the signal on.

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from started import config_in, end_at_once, leave, start, state_of
 
+from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.components import Seat
 from areal_hpc.cluster.local import Ended, LocalLauncher
+from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import AttemptFailed, ConfigError, Fenced, NodeLost
+from areal_hpc.errors import AttemptFailed, ConfigError, Fenced, NodeLost, RunDirError
 from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_USER_ERROR
 from areal_hpc.fs import make_private_directory, read_json
 from areal_hpc.liveness.job import JobView, note_satellite
@@ -190,6 +193,19 @@ def test_where_no_job_can_go_on_the_run_has_failed_and_so_where_a_person_has_ask
     assert not isinstance(lost(), AttemptFailed), "no attempt on the same nodes follows"
 
 
+def test_a_job_whose_run_another_one_owns_does_not_come_again(
+    config: Config, run: RunDir, avoided: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(*_: Any) -> str:
+        claim_epoch(run, Owner.this_process().record())
+        raise lost()
+
+    monkeypatch.setattr(Attempts, "supervise", replaced)
+    with pytest.raises(Fenced):
+        start(config)
+    assert not avoided.exists()
+
+
 # Who rests for a run that an error ends
 
 
@@ -205,10 +221,28 @@ def test_whatever_error_ends_a_run_for_good_ends_those_who_rest_for_it(
         with pytest.raises(type(error)):
             start(config, resume=True)
         assert ended == [run] * number
-    monkeypatch.setattr(Attempts, "supervise", finds(Fenced("attempt 9 owns the run")))
+
+
+def test_who_rests_is_left_to_the_attempt_of_another_process_that_is_at_work(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[RunDir] = []
+    monkeypatch.setattr(launcher, "dismiss", ended.append)
+    another = replace(Owner.this_process(), host="elsewhere").record()
+
+    def loses_it(*_: Any, **__: Any) -> Any:
+        claim_epoch(run, another)
+        raise error
+
+    error: Exception = Fenced("attempt 2 owns the run")
+    monkeypatch.setattr(Attempts, "supervise", loses_it)
     with pytest.raises(Fenced):
-        start(config, resume=True)
-    assert len(ended) == 3, "the newer attempt needs them, and ends them with the run"
+        start(config)
+    error = RunDirError("somebody else has started it at the same moment")
+    monkeypatch.setattr(attempts, "claim_epoch", loses_it)
+    with pytest.raises(RunDirError):
+        start(config, resume=True, takeover=True)
+    assert ended == []
 
 
 @pytest.mark.parametrize(("shape", "over"), [("split", True), ("local", False)])
