@@ -6,7 +6,9 @@ with pool() as run:
 
 from __future__ import annotations
 
+import functools
 import gc
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -39,22 +41,40 @@ Run = Callable[..., list[Any]]
 
 @contextmanager
 def pool() -> Iterator[Run]:
-    """Importing Megatron takes seconds: each process does it once, and serves all layouts in turn."""
-    with ProcessPoolExecutor(MOST_RANKS, mp_context=SERVER, initializer=bootstrap) as processes:
+    """Importing Megatron takes seconds: one process does it, and the ranks of all layouts in turn are its forks."""
+    with ProcessPoolExecutor(1, mp_context=SERVER, initializer=_become_parent) as parent:
 
         def run(layout: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-            parallel, world_size = parse(layout)
-            store = host_store(timeout_s=TIMEOUT_S)
-            address = GroupAddress(
-                host="127.0.0.1", port=store.port, name="ranks", world_size=world_size, backend="gloo"
-            )
-            futures = [processes.submit(_enter, address, rank, parallel, function, args) for rank in range(world_size)]
-            done, _ = wait(futures, timeout=TIMEOUT_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()  # raises what the first rank met, and not that the others waited for it in vain
-            return [future.result(timeout=0) for future in futures]
+            return parent.submit(_on_every_rank, layout, function, args).result()
 
         yield run
+        parent.submit(_end_ranks).result()
+
+
+def _become_parent() -> None:
+    bootstrap()
+    _ranks().submit(int).result()  # which forks them all, while there is no thread here
+
+
+def _end_ranks() -> None:
+    _ranks().shutdown()
+
+
+@functools.cache
+def _ranks() -> ProcessPoolExecutor:
+    """Forks of this process."""
+    return ProcessPoolExecutor(MOST_RANKS, mp_context=multiprocessing.get_context("fork"))
+
+
+def _on_every_rank(layout: str, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    parallel, world_size = parse(layout)
+    store = host_store(timeout_s=TIMEOUT_S)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="ranks", world_size=world_size, backend="gloo")
+    futures = [_ranks().submit(_enter, address, rank, parallel, function, args) for rank in range(world_size)]
+    done, _ = wait(futures, timeout=TIMEOUT_S, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()  # raises what the first rank met, and not that the others waited for it in vain
+    return [future.result(timeout=0) for future in futures]
 
 
 def parse(layout: str) -> tuple[ParallelConfig, int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make_model
 
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
+from areal_hpc.errors import ConfigError
 from areal_hpc.roles.planning import plan_run
 from areal_hpc.roles.provisions import INDEX, missing, missing_of_model
 
@@ -89,6 +92,25 @@ def test_data_and_model_that_are_not_there_stand_against_a_plan(model: Path, tmp
 def test_what_a_run_makes_itself_is_not_missing(tmp_path: Path) -> None:
     config = resolve(load([QUICKSTART], [f"model.path={tmp_path}/none"]))
     assert list(missing(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.ranks=3", "trainer.parallel.tensor=3"], "tensor = 3 does not divide its 4 attention heads"),
+        (
+            ["trainer.ranks=4", "trainer.parallel.pipeline=4"],
+            "pipeline times virtual_pipeline = 4 does not divide its 2",
+        ),
+        (["trainer.ranks=3", "trainer.parallel.tensor=2"], "3 is no multiple of tensor * pipeline * context = 2"),
+        (["trainer.ranks=2", "trainer.parallel.expert=2"], "it has no experts"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_no_plan(tmp_path: Path, words: list[str], said: str) -> None:
+    make_model(tmp_path, "qwen3", 0)
+    given = ["cluster.shape=split", "trainer.backend=megatron", f"model.path={tmp_path}", "model.maker=''", *words]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plan_run(resolve(load([QUICKSTART], given)))
 
 
 def test_a_plan_needs_no_torch() -> None:
