@@ -13,7 +13,6 @@ at once is a 503 that clients try again; one that breaks later ends with an erro
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +23,7 @@ from aiohttp import web
 
 from areal_hpc.dialogue.messages import refuse_constant
 from areal_hpc.dialogue.parts import Parts
+from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
 from areal_hpc.proxy.calls import Call, Dialect, Forced, Told, placed
@@ -135,7 +135,7 @@ class Routes:
             if ask.stream:
                 return await self._streamed(request, api.stream(call), call)
             answer = api.whole(call, await call.run())
-            return web.json_response(answer, headers=_headers(call))
+            return web.Response(body=to_json(answer), content_type="application/json", headers=_headers(call))
 
         return self._refusing(api, handle)
 
@@ -314,7 +314,7 @@ def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(await request.read() or b"{}", parse_constant=refuse_constant)
+        body = from_json(await request.read() or b"{}", constant=refuse_constant)
     except web.HTTPRequestEntityTooLarge as error:
         raise Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less") from error
     except (ValueError, RecursionError) as error:
