@@ -6,7 +6,7 @@
         await line.whole()      or      part after part: await line.part()
 
 An engine is a process of the same run, so there is no TLS, redirect, cookie, compression or proxy; a general client's
-care for these takes longer than all else that the service does for a short request. The parser is llhttp, node's.
+care for these takes nearly as long as all else that the service does for a short request. The parser is llhttp, node's.
 
 A connection carries one exchange at a time. It is used again only where its answer was read to the end and the server
 keeps it open; an error or a cancellation in between closes it.
@@ -100,10 +100,8 @@ class Line(asyncio.Protocol):
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self._is_kept = (
-            cast(asyncio.Transport, transport),
-            True,
-        )  # other loops have classes of their own
+        self._transport = cast(asyncio.Transport, transport)  # other loops have classes of their own
+        self._is_kept = True
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -151,12 +151,8 @@ def _response(call: Call, created: int, status: str, **more: Any) -> dict[str, A
     }
 
 
-def _items(call: Call, told: Told) -> list[dict[str, Any]]:
-    """The answer's output items; their ids are those of the stream."""
-    return _answer_items(call.id, told.answer, logprob_rows(told))
-
-
 def _answer_items(call: str, answer: Message, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """An answer's items; their ids are those of the stream."""
     items: list[dict[str, Any]] = []
     if answer.get("reasoning_content"):
         items.append(_reasoning(call, answer["reasoning_content"]))
@@ -233,7 +229,7 @@ def _finished(call: Call, told: Sequence[Told], created: int) -> dict[str, Any]:
         created,
         "incomplete" if cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if cut else None,
-        output=_items(call, one),
+        output=_answer_items(call.id, one.answer, logprob_rows(one)),
         usage={
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

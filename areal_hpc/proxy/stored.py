@@ -10,7 +10,7 @@ An answer that is forgotten is none any more by its id; what went on from it sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.types import Message
@@ -20,7 +20,7 @@ from areal_hpc.types import Message
 class Stored:
     """One answer."""
 
-    before: Stored | None
+    before: Stored | None = field(repr=False)
     """The answer that its conversation goes on from."""
     messages: tuple[Message, ...]
     """What the request added to that."""
