@@ -7,7 +7,6 @@ see through.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -118,11 +117,11 @@ class History:
             self._places = {call["id"]: place for place, call in enumerate(one["tool_calls"])}
         answers = self._places.get(one.get("tool_call_id", ""))
         content = " ".join(one["content"].split())
-        self._digest.update(json.dumps([one["role"], content, calls, answers]).encode("utf-8", "surrogatepass") + b"\n")
+        self._digest.update(repr((one["role"], content, calls, answers)).encode("utf-8", "surrogatepass"))
         return self._digest.hexdigest()
 
     def copy(self) -> History:
         """One that grows by itself from here on."""
-        made = copy.copy(self)
-        made._digest = self._digest.copy()
+        made = object.__new__(History)
+        made._digest, made._places = self._digest.copy(), self._places
         return made

@@ -120,7 +120,8 @@ class ChatRenderer:
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # "fast": without offsets
+            return tuple(encoded.ids)
         with self._lock:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False, truncation=False))
 

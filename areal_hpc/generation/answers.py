@@ -18,6 +18,7 @@ from areal_hpc.routing import Record
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason, TokenLogprob
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+NUMBERS = (int, float)  # `int | float` would be made anew for each token
 LONGEST_REASON = 300
 SAMPLED_FROM = "output_token_sampling_logprobs"
 """Where SGLang puts log-probs within the part of the distribution that it samples from."""
@@ -164,7 +165,8 @@ def parse_answer(
             raise _given_up(body["meta_info"]["finish_reason"])
         if narrowed and body.get("output_ids") and body["meta_info"].get(SAMPLED_FROM) is None:
             raise BadAnswer("it tells log-probs of the whole distribution, where those of a part of it were asked for")
-        return replace(_parsed(body, budget, pinned, initial, in_place), top_logprobs=_tops(body, num_top))
+        parsed = _parsed(body, budget, pinned, initial, in_place)
+        return replace(parsed, top_logprobs=_tops(body, num_top)) if num_top else parsed
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
 
@@ -208,15 +210,13 @@ def _tokens(output_ids: Any, rows: Any, narrowed: Any) -> tuple[tuple[int, ...],
     if len(logprobs) != len(output_ids):
         raise BadAnswer(f"its {len(output_ids)} tokens have {len(logprobs)} log-probs of what was sampled from")
     for position, logprob in enumerate(logprobs):
-        if not isinstance(logprob, int | float) or not abs(logprob) <= MAX_FLOAT32:  # not (>): NaN must fail
+        if not isinstance(logprob, NUMBERS) or not abs(logprob) <= MAX_FLOAT32:  # not (>): NaN must fail
             raise BadAnswer(f"the log-prob of token {position} is {logprob}")
     return tuple(output_ids), logprobs
 
 
 def _tops(body: Any, num_top: int) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The likeliest tokens at each place; rows are as ``_tokens`` has them."""
-    if not num_top:
-        return ()
     places = body["meta_info"]["output_top_logprobs"]
     if len(places) != len(body["output_ids"]):
         raise BadAnswer(f"it tells the likeliest tokens of {len(places)} places for {len(body['output_ids'])} tokens")

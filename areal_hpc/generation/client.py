@@ -237,7 +237,7 @@ class EngineClient:
         return replace(completion, experts=self._routing.whole(records, num_tokens))
 
     async def _ask(self, request: GenerationRequest, body: dict[str, Any], budget: int) -> Answer:
-        capabilities = await self._probed()
+        capabilities = self._capabilities or await self._probed()
         if request.sampling.is_narrowed:
             body = narrowed_body(body, capabilities.narrowed)
         if capabilities.priorities:

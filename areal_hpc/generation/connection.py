@@ -11,26 +11,19 @@ environment is used, and the token appears in no message.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from areal_hpc.errors import GenerationError
+from areal_hpc.generation.http1 import BrokenOff, Line, Lines, Unreachable
+from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.waits import waiting
 
 ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
 
-orjson: Any = None if find_spec("orjson") is None else import_module("orjson")
-"""Writes a prompt's ids in a tenth of the time, and reads an answer's in a quarter; None where it is not installed."""
-JSON = {"Content-Type": "application/json"}
 IDLE_S = 2.0
 """Longest time for which a connection lies idle and is still used; uvicorn, under SGLang and vLLM, closes after 5 s."""
 
@@ -69,7 +62,7 @@ class Connection:
         self._engine = engine
         self._token = token
         self._connect_s, self._idle_s = connect_s, idle_s
-        self._session: aiohttp.ClientSession | None = None
+        self._lines: Lines | None = None
 
     def __str__(self) -> str:
         return f"engine {self._engine} at {self.url}"
@@ -89,14 +82,14 @@ class Connection:
         for attempt in range(ATTEMPTS):
             try:
                 return await self._exchange(method, path, body, limit_s, each)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            except Unreachable as error:
                 if attempt == ATTEMPTS - 1:
                     raise EngineRefused(f"{self} takes no connection: {error}") from error
                 await asyncio.sleep(0.1 * 2**attempt)
             except TimeoutError as error:
                 raise EngineLost(f"{self} did not answer {path} in {limit_s:g} s") from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise EngineLost(f"{self} did not answer {path}: {type(error).__name__} {error}") from error
+            except BrokenOff as error:
+                raise EngineLost(f"{self} did not answer {path}: {error}") from error
         raise AssertionError("the last attempt returns or raises")
 
     async def order(self, path: str, body: Any, limit_s: float, *, also: int = 200) -> Any:
@@ -140,69 +133,52 @@ class Connection:
 
     async def close(self) -> None:
         """Close what is open; a later call opens it again."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
     async def _exchange(
         self, method: str, path: str, body: Any, limit_s: float, each: Callable[[Any], None] | None
     ) -> tuple[int, Any]:
-        if self._session is None:
-            self._session = self._open()
-        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
+        if self._lines is None:
+            self._lines = self._open()
+        data = None if body is None else to_json(body)
         request_id = body.get("rid", "") if isinstance(body, dict) else ""
         with waiting(f"an answer to {path}", self._engine, limit_s=limit_s, about=request_id):
-            data, headers = (None, None) if body is None else (_encoded(body), JSON)
-            url = self.url + path
-            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                if response.status == 401:
+            async with asyncio.timeout(limit_s), self._lines.asked(method, path, data) as line:
+                if line.status == 401:
                     raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
-                if each is not None and response.content_type == "text/event-stream":
-                    return response.status, await _last_event(response, each)
-                return response.status, _decoded(await response.read())
+                if each is not None and line.content_type == "text/event-stream":
+                    return line.status, await _last_event(line, each)
+                return line.status, _decoded(await line.whole())
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self) -> Lines:
         token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token
-        return aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-        )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return Lines(self.url, headers, connect_s=self._connect_s, idle_s=self._idle_s)
 
 
-async def _last_event(response: aiohttp.ClientResponse, each: Callable[[Any], None]) -> Any:
+async def _last_event(line: Line, each: Callable[[Any], None]) -> Any:
     """The last event before ``[DONE]``.
 
     Raises:
-        ClientPayloadError: the stream ended without saying that it does.
+        BrokenOff: the stream ended without saying that it does.
     """
     last, pending = None, b""
-    async for chunk in response.content.iter_any():  # lines may be longer than what aiohttp's readline takes
-        *events, pending = (pending + chunk).split(b"\n\n")
+    while part := await line.part():
+        *events, pending = (pending + part).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return last
             last = _decoded(data)
             each(last)
-    raise aiohttp.ClientPayloadError("its stream broke off")
-
-
-def _encoded(body: Any) -> bytes:
-    if orjson is not None:
-        with suppress(TypeError):  # it is stricter, as with half of a surrogate pair in a stop string
-            written: bytes = orjson.dumps(body)
-            return written
-    return json.dumps(body).encode()
+    raise BrokenOff("its stream broke off")
 
 
 def _decoded(data: bytes) -> Any:
-    if orjson is not None:
-        with suppress(ValueError):  # as with NaN
-            return orjson.loads(data)
     try:
-        return json.loads(data)
+        return from_json(data)
     except ValueError:
         return data.decode(errors="replace")
 

@@ -21,7 +21,6 @@ from areal_hpc.proxy.requests import (
     given,
     stops,
     structure,
-    with_schema,
 )
 from areal_hpc.types import Message, StopReason
 
@@ -36,8 +35,6 @@ def parse(body: Mapping[str, Any]) -> Ask:
         raise Refused(400, "messages: at least one message is required", param="messages")
     wanted = given(given(body, "output_config", dict, {}), "format", dict, {})
     structured = structure(wanted, {**wanted, "strict": True})
-    if structured:
-        messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
     chosen = given(body, "tool_choice", dict, {})
     if (kind := given(chosen, "type", str, "auto")) not in MODES:

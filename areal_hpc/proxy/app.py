@@ -13,7 +13,6 @@ at once is a 503 that clients try again; one that breaks later ends with an erro
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +23,7 @@ from aiohttp import web
 
 from areal_hpc.dialogue.messages import refuse_constant
 from areal_hpc.dialogue.parts import Parts
+from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
 from areal_hpc.proxy.calls import Call, Dialect, Forced, Told, placed
@@ -33,8 +33,9 @@ from areal_hpc.proxy.exports import exported
 from areal_hpc.proxy.online import Online
 from areal_hpc.proxy.page import Board, page_routes
 from areal_hpc.proxy.requests import Refused, given, number
-from areal_hpc.proxy.responses import RESPONSES
+from areal_hpc.proxy.responses import RESPONSES, input_items, page_of
 from areal_hpc.proxy.sessions import Session, Sessions
+from areal_hpc.proxy.stored import Stored
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,9 @@ class Routes:
         return [
             *asked,
             *([] if board is None else page_routes(board, self._service.admin_token)),
+            web.get("/v1/responses/{id}", self._refusing(RESPONSES, self.stored_response)),
+            web.get("/v1/responses/{id}/input_items", self._refusing(RESPONSES, self.input_items)),
+            web.delete("/v1/responses/{id}", self._refusing(RESPONSES, self.forget_response)),
             web.post("/v1/messages/count_tokens", self._refusing(MESSAGES, self.count_tokens)),
             web.get("/v1/models", self._refusing(CHAT, self.models)),
             web.get("/health", self._refusing(CHAT, self.health)),
@@ -135,7 +139,7 @@ class Routes:
             if ask.stream:
                 return await self._streamed(request, api.stream(call), call)
             answer = api.whole(call, await call.run())
-            return web.json_response(answer, headers=_headers(call))
+            return web.Response(body=to_json(answer), content_type="application/json", headers=_headers(call))
 
         return self._refusing(api, handle)
 
@@ -184,6 +188,31 @@ class Routes:
         finally:
             running.cancel()
             call.end()  # it may not even have begun to run
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        if request.query.get("stream") == "true":
+            raise Refused(400, "a stored response is not streamed again; leave stream out", param="stream")
+        _, _, stored = self._stored(request)
+        return web.json_response(stored.response)
+
+    async def input_items(self, request: web.Request) -> web.Response:
+        _, call, stored = self._stored(request)
+        return web.json_response(page_of(input_items(call, stored), request.query))
+
+    async def forget_response(self, request: web.Request) -> web.Response:
+        session, call, _ = self._stored(request)
+        session.answers.forget(call)
+        return web.json_response({"id": request.match_info["id"], "object": "response", "deleted": True})
+
+    def _stored(self, request: web.Request) -> tuple[Session, str, Stored]:
+        """The answer that the path names: its session, its call, and what is kept of it."""
+        response_id = request.match_info["id"]
+        session = self._asked_in(bearer(request), response_id)
+        call = session.call_of(response_id)
+        stored = session.answers.find(call)
+        if stored is None or stored.response["id"] != response_id:
+            raise Refused(404, f"Response with id '{response_id}' not found.", param="response_id")
+        return session, call, stored
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._service.session_of(bearer(request))
@@ -234,14 +263,18 @@ class Routes:
 
     def _rewarded(self, request: web.Request, session_id: str, call: str) -> Session:
         """The session that is meant: named, else the interaction's, else the one that the key speaks for now."""
-        sessions, key = self._service.sessions, bearer(request)
-        if session_id:
-            session = sessions.of_id(session_id)
-            if not same(key, session.key):
-                self._admit(request)
-            return session
-        session = sessions.of_key(key)
-        earlier = (one for one in sessions if one.id in call and same(key, one.key))
+        key = bearer(request)
+        if not session_id:
+            return self._asked_in(key, call)
+        session = self._service.sessions.of_id(session_id)
+        if not same(key, session.key):
+            self._admit(request)
+        return session
+
+    def _asked_in(self, key: str, call: str) -> Session:
+        """The session of an interaction: of all that a key has spoken for, since a standing one speaks for many."""
+        session = self._service.sessions.of_key(key)
+        earlier = (one for one in self._service.sessions if one.id in call and same(key, one.key))
         return session if session.id in call else next(earlier, session)
 
     async def end_session(self, request: web.Request) -> web.Response:
@@ -314,7 +347,7 @@ def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(await request.read() or b"{}", parse_constant=refuse_constant)
+        body = from_json(await request.read() or b"{}", constant=refuse_constant)
     except web.HTTPRequestEntityTooLarge as error:
         raise Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less") from error
     except (ValueError, RecursionError) as error:

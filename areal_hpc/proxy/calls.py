@@ -11,8 +11,9 @@ import asyncio
 import bisect
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from areal_hpc.dialogue.grammar import as_schema, trouble_with
 from areal_hpc.dialogue.messages import message
@@ -23,8 +24,9 @@ from areal_hpc.dialogue.tool_calls import kinds_of
 from areal_hpc.dialogue.tool_formats import ToolFormat
 from areal_hpc.dialogue.transcript import Place, Template
 from areal_hpc.errors import DataError, GenerationError, RequestRefused
-from areal_hpc.proxy.requests import Ask, Refused
+from areal_hpc.proxy.requests import Ask, Refused, with_schema
 from areal_hpc.proxy.sessions import Session
+from areal_hpc.proxy.stored import Stored
 from areal_hpc.types import Completion, GenerationRequest, Message, Sampling, StopReason
 
 MAX_SEED = 1 << 31
@@ -71,7 +73,10 @@ class Call:
     """
 
     def __init__(self, session: Session, ask: Ask, dialect: Dialect) -> None:
-        ask = _whole(session, ask)
+        self._before = _previous(session, ask)
+        if self._before is not None:
+            messages = (*ask.messages[: ask.lead], *self._before.conversation(), *ask.messages[ask.lead :])
+            ask = replace(ask, messages=messages)
         self.session, self.ask, self._dialogue = session, ask, dialect.dialogue
         self.forced = forced_by(ask, dialect)
         self.place = placed(session, ask, dialect)
@@ -216,8 +221,6 @@ class Call:
         ]
         answer = message("assistant", parts.content, reasoning=parts.reasoning, calls=named)
         self.session.transcript.commit(self.place, completion, answer, self.id)
-        if self.ask.store:
-            self.session.answered[self.id] = (*self.ask.messages[self.ask.lead :], answer)
         return Told(
             parts=parts,
             completion=completion,
@@ -231,17 +234,42 @@ class Call:
             num_reasoning=self._end_of_reasoning(ids) if parts.reasoning else 0,
         )
 
+    def keep(self, told: Told, response: Mapping[str, Any]) -> None:
+        """Store an answer, as its client is about to get it, for requests that name it; if the client wants that."""
+        if not self.ask.store:
+            return
+        before = self._before or self._repeated()
+        num_known = self.ask.lead + (0 if before is None else len(before.conversation()))
+        stored = Stored(
+            before=before,
+            messages=self.ask.messages[num_known:],
+            answer=told.answer,
+            lead=self.ask.lead,
+            schema=self.ask.schema,
+            response=response,
+        )
+        self.session.answers.keep(self.id, stored)
+
+    def _repeated(self) -> Stored | None:
+        """The stored answer whose conversation the client has sent again, instead of its id."""
+        if self.place.parent is None:
+            return None
+        before = self.session.answers.find(self.session.transcript.turns[self.place.parent].call)
+        if before is None or (before.lead, before.schema) != (self.ask.lead, self.ask.schema):
+            return None
+        return before
+
     def _end_of_reasoning(self, ids: Sequence[int]) -> int:
         """How many tokens there are up to the end of the reasoning; all where it has none."""
         return bisect.bisect_left(range(len(ids)), True, key=lambda num: THOUGHT in self._dialogue.spelled(ids[:num]))
 
 
-def _whole(session: Session, ask: Ask) -> Ask:
-    """With the conversation that it goes on from. Raises Refused where that is not known."""
+def _previous(session: Session, ask: Ask) -> Stored | None:
+    """The answer that it goes on from, if it names one. Raises Refused where that is not known."""
     if not ask.previous:
-        return ask
-    before = session.answered.get(ask.previous[max(0, ask.previous.find(session.id)) :])
-    if before is None:
+        return None
+    previous = session.answers.find(session.call_of(ask.previous))
+    if previous is None:
         raise Refused(
             400,  # as OpenAI does, whose clients look at the code and send everything again
             f"Previous response with id '{ask.previous}' not found: this session has answered none of that id, or was "
@@ -249,7 +277,7 @@ def _whole(session: Session, ask: Ask) -> Ask:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    return replace(ask, messages=(*ask.messages[: ask.lead], *before, *ask.messages[ask.lead :]))
+    return previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +339,7 @@ def placed(session: Session, ask: Ask, dialect: Dialect) -> Place:
     try:
         if ask.text is not None:
             return session.transcript.plain(dialect.dialogue.encode(ask.text), ask.text)
-        return session.transcript.place(ask.messages, tools, ask.options)
+        messages = with_schema(ask.messages, ask.schema) if ask.schema else ask.messages
+        return session.transcript.place(messages, tools, ask.options)
     except DataError as error:
         raise Refused(400, f"the request cannot be rendered: {error}", param="messages") from error

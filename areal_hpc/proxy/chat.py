@@ -26,7 +26,6 @@ from areal_hpc.proxy.requests import (
     stops,
     structure,
     top_logprobs,
-    with_schema,
 )
 from areal_hpc.types import Message, StopReason
 
@@ -41,8 +40,6 @@ def parse_chat(body: Mapping[str, Any]) -> Ask:
         raise Refused(400, "messages must be a list with at least one message", param="messages")
     wanted = given(body, "response_format", dict, {})
     structured = structure(wanted, given(wanted, "json_schema", dict, {}))
-    if structured:
-        messages = with_schema(messages, structured["schema"])
     tools = function_tools(given(body, "tools", list, []))
     return Ask(
         messages=messages,

@@ -21,14 +21,15 @@ from areal_hpc.proxy.requests import (
     given,
     structure,
     top_logprobs,
-    with_schema,
 )
+from areal_hpc.proxy.stored import Stored
 from areal_hpc.types import Message, StopReason
 
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "tool_choice", "tools", "text")
 DEFAULTS = {"metadata": {}, "tool_choice": "auto", "tools": [], "text": {"format": {"type": "text"}}}
 WITH_LOGPROBS = "message.output_text.logprobs"
 """What a client includes to see the log-probs: those of all that was sampled, reasoning and calls too."""
+MAX_PAGE = 100
 UNSUPPORTED = ("conversation", "background", "prompt")
 
 
@@ -46,8 +47,6 @@ def parse(body: Mapping[str, Any]) -> Ask:
     structured = structure(wanted, wanted)
     instructions = given(body, "instructions", str, "")
     messages = (message("system", instructions), *own) if instructions else own
-    if structured:
-        messages = with_schema(messages, structured["schema"])
     tools = tuple(_tool(number, tool) for number, tool in enumerate(given(body, "tools", list, [])))
     check_drawing(body)
     return Ask(
@@ -152,34 +151,72 @@ def _response(call: Call, created: int, status: str, **more: Any) -> dict[str, A
     }
 
 
-def _items(call: Call, told: Told) -> list[dict[str, Any]]:
-    """The answer's output items; their ids are those of the stream."""
+def _answer_items(call: str, answer: Message, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """An answer's items; their ids are those of the stream."""
     items: list[dict[str, Any]] = []
-    if told.parts.reasoning:
-        items.append(_reasoning(call, told.parts.reasoning))
-    calls = told.answer.get("tool_calls", ())
-    if told.parts.content or not calls:
-        items.append(_message(call, told.parts.content, logprobs=logprob_rows(told)))
+    if answer.get("reasoning_content"):
+        items.append(_reasoning(call, answer["reasoning_content"]))
+    calls = answer.get("tool_calls", ())
+    if answer["content"] or not calls:
+        items.append(_message(call, answer["content"], logprobs=logprobs))
     return [*items, *(_function_call(call, one, place) for place, one in enumerate(calls))]
 
 
-def _reasoning(call: Call, text: str, status: str = "completed") -> dict[str, Any]:
+def input_items(call: str, stored: Stored) -> list[dict[str, Any]]:
+    """The conversation that a stored answer answered, as items; ids are their own, since clients need send none."""
+    return [
+        item
+        for number, one in enumerate(stored.asked())
+        for item in (_answer_items if one["role"] == "assistant" else _input_items)(f"{call}_{number}", one)
+    ]
+
+
+def _input_items(call: str, one: Message) -> list[dict[str, Any]]:
+    if one["role"] == "tool":
+        output = {"call_id": one.get("tool_call_id", ""), "output": one["content"]}
+        return [{"id": f"fco_{call}", "type": "function_call_output", "status": "completed", **output}]
+    content = [{"type": "input_text", "text": one["content"]}]
+    return [{"id": f"msg_{call}", "type": "message", "role": one["role"], "status": "completed", "content": content}]
+
+
+def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A list as OpenAI gives it: ``limit`` items in ``order``, those behind the one whose id is ``after``.
+
+    Raises:
+        Refused: one of the three is odd.
+    """
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise Refused(400, "order must be asc or desc", param="order")
+    if not (limit.isdecimal() and 1 <= int(limit) <= MAX_PAGE):
+        raise Refused(400, f"limit must be in [1, {MAX_PAGE}]", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    ids = [item["id"] for item in ordered]
+    if after is not None and after not in ids:
+        raise Refused(400, f"after: there is no item {after!r}", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = ordered[start : start + int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(ordered)}
+
+
+def _reasoning(call: str, text: str, status: str = "completed") -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}] if text else []
-    return {"id": f"rs_{call.id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+    return {"id": f"rs_{call}", "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
 def _part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _message(call: Call, text: str | None, status: str = "completed", logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+def _message(call: str, text: str | None, status: str = "completed", logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     content = [] if text is None else [_part(text, logprobs)]
-    return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": f"msg_{call}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _function_call(call: Call, made: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _function_call(call: str, made: Mapping[str, Any], place: int) -> dict[str, Any]:
     function = {"name": made["function"]["name"], "arguments": made["function"]["arguments"]}
-    identity = {"id": f"fc_{call.id}_{place}", "call_id": made["id"], "status": "completed"}
+    identity = {"id": f"fc_{call}_{place}", "call_id": made["id"], "status": "completed"}
     return {"type": "function_call", **identity, **function}
 
 
@@ -192,7 +229,7 @@ def _finished(call: Call, told: Sequence[Told], created: int) -> dict[str, Any]:
         created,
         "incomplete" if cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if cut else None,
-        output=_items(call, one),
+        output=_answer_items(call.id, one.answer, logprob_rows(one)),
         usage={
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -204,7 +241,9 @@ def _finished(call: Call, told: Sequence[Told], created: int) -> dict[str, Any]:
 
 
 def whole(call: Call, told: Sequence[Told]) -> dict[str, Any]:
-    return _finished(call, told, int(time.time()))
+    response = _finished(call, told, int(time.time()))
+    call.keep(told[0], response)
+    return response
 
 
 class ResponseStream:
@@ -240,8 +279,9 @@ class ResponseStream:
             events += self._in("message")  # also around an empty text
         events += self._close()
         for place, made in enumerate(calls):
-            events += self._called(_function_call(self._call, made, place))
+            events += self._called(_function_call(self._call.id, made, place))
         response = _finished(self._call, told, self._created)
+        self._call.keep(told[0], response)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def broken(self, refused: Refused) -> list[bytes]:
@@ -268,7 +308,7 @@ class ResponseStream:
         closed = self._close()
         self._index, self._open = self._index + 1, kind
         empty = _reasoning if kind == "reasoning" else _message
-        item = empty(self._call, "" if kind == "reasoning" else None, "in_progress")  # type: ignore[arg-type]
+        item = empty(self._call.id, "" if kind == "reasoning" else None, "in_progress")  # type: ignore[arg-type]
         added = self._event("response.output_item.added", output_index=self._index, item=item)
         if kind == "reasoning":
             return [*closed, added]
@@ -278,12 +318,12 @@ class ResponseStream:
     def _close(self) -> list[bytes]:
         was, self._open = self._open, ""
         if was == "reasoning":
-            item = _reasoning(self._call, self._so_far.reasoning)
+            item = _reasoning(self._call.id, self._so_far.reasoning)
             text = self._so_far.reasoning
             done = [self._at("response.reasoning_text.done", item["id"], text=text)]
         elif was == "message":
             text, logprobs = self._so_far.content, self._logprobs
-            item = _message(self._call, text, logprobs=logprobs)
+            item = _message(self._call.id, text, logprobs=logprobs)
             done = [
                 self._at("response.output_text.done", item["id"], text=text, logprobs=logprobs),
                 self._at("response.content_part.done", item["id"], part=_part(text, logprobs)),

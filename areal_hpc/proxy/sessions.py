@@ -24,7 +24,8 @@ from areal_hpc.config.schema import AgentConfig
 from areal_hpc.dialogue.transcript import Template, Transcript
 from areal_hpc.protocols import Generator
 from areal_hpc.proxy.requests import Refused
-from areal_hpc.types import Message, Sampling, Trajectory
+from areal_hpc.proxy.stored import Answers
+from areal_hpc.types import Sampling, Trajectory
 from areal_hpc.waits import AGENT, waiting
 
 
@@ -79,8 +80,8 @@ class Session:
     """Seconds since 1970."""
     used: float = field(default_factory=monotonic)
     num_calls: int = 0
-    answered: dict[str, tuple[Message, ...]] = field(default_factory=dict)
-    """Conversations with the answers that end them, by call, for requests that go on from them by their id alone."""
+    answers: Answers = field(default_factory=Answers)
+    """Those that requests may name."""
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
     ended: float | None = None
@@ -182,10 +183,14 @@ class Session:
         if not call:
             self.final = value
             return
-        numbers = self.transcript.numbers_of(call[max(0, call.find(self.id)) :])  # behind the API's own prefix
+        numbers = self.transcript.numbers_of(self.call_of(call))
         if not numbers:
             raise Refused(404, f"there is no interaction {call!r} in this session", param="interaction_id")
         self.rewards |= dict.fromkeys(numbers, value)
+
+    def call_of(self, answer_id: str) -> str:
+        """The id of a request, from that of its answer, which has the API's own prefix."""
+        return answer_id[max(0, answer_id.find(self.id)) :]
 
     def trajectories(self, discount: float) -> Sequence[Trajectory]:
         """What there is to train on; empty where nothing was answered or rewarded."""

@@ -3,13 +3,14 @@
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/proxy.py [--litellm PYTHON] [--sessions 10000]
 
     direct     client ──────────────────────────────> engine       OpenAI's chat completions, no log-probs
+    bare       client ──> aiohttp ───────────────────> engine      passes requests and answers on, unread
     service    client ──> service ──> engine client ──> engine     session, template, log-probs, versions, commit
     litellm    client ──> LiteLLM's proxy ───────────> engine      where PYTHON has ``litellm[proxy]`` installed
 
-The engine is a stub that answers at once, the same process for all, and every party is a process of its own. Each way
-takes turns with the direct one, request by request, so that whatever else the machine does meets both; LiteLLM comes
-after the service, since it works on after its answers, when others are being measured. What a way adds is the
-difference of its median to the direct one's. Writes ``proxy.json`` and ``proxy.png`` and prints a table.
+The engine is a stub that answers at once, the same process for all, and every party is a process of its own. The ways
+take turns, request by request, so that whatever else the machine does meets all of them; LiteLLM takes its turns with
+the direct way after the others, since it works on after its answers, when others are being measured. What a way adds is
+the difference of its median to the direct one's. Writes ``proxy.json`` and ``proxy.png`` and prints a table.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import orjson
 from aiohttp import web
 from dialogues import make_dialogue, said
 from machine import describe
@@ -40,6 +42,7 @@ from machine import describe
 from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.generation.client import EngineClient
+from areal_hpc.proxy.access import listening
 from areal_hpc.proxy.app import Service, serve
 from areal_hpc.proxy.sessions import Limits, Session, Sessions
 from areal_hpc.roles.wiring.agents import make_dialect
@@ -54,6 +57,7 @@ WARM_UP, STREAMS, STREAMED_TOKEN_S = 20, 500, 0.01
 START_LIMIT_S = 180.0
 BATCH = 50
 """Sessions at once where memory is measured, and between two readings of it a twentieth of all."""
+JSON = {"Content-Type": "application/json"}
 LITELLM_KEY = "sk-" + secrets.token_hex(16)
 """Without one it does not start; requests bring it, as they bring a key to ours."""
 LITELLM = """
@@ -80,6 +84,7 @@ class Engine:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)
+        self._whole = json.dumps(self._answer(len(token_ids))).encode()
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=1 << 26)
@@ -95,9 +100,8 @@ class Engine:
         return application
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        if not body["stream"]:
-            return await _json(self._answer(len(self._token_ids)))
+        if not orjson.loads(await request.read())["stream"]:
+            return web.Response(body=self._whole, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number in range(1, len(self._token_ids) + 1):
@@ -141,7 +145,22 @@ async def engine(token_ids: Sequence[int]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-# -- the service
+# -- what stands before it
+
+
+@asynccontextmanager
+async def bare(engine_url: str) -> AsyncIterator[str]:
+    """The least that a proxy in this framework can do."""
+    http = connected()
+
+    async def passed_on(request: web.Request) -> web.Response:
+        async with http.post(engine_url + request.path, data=await request.read(), headers=JSON) as answer:
+            return web.Response(body=await answer.read(), content_type="application/json")
+
+    application = web.Application()
+    application.add_routes([web.post("/v1/chat/completions", passed_on)])
+    async with http, listening(application, "127.0.0.1", 0) as url:
+        yield url
 
 
 @asynccontextmanager
@@ -167,7 +186,7 @@ def _host(pipe: Connection, kind: str, *arguments: Any) -> None:
     """A process that says its URL and serves until the other end of the pipe is closed."""
 
     async def hosted() -> None:
-        async with {"engine": engine, "service": service}[kind](*arguments) as url:
+        async with {"engine": engine, "bare": bare, "service": service}[kind](*arguments) as url:
             pipe.send(url)
             await asyncio.to_thread(pipe.poll, None)
 
@@ -285,9 +304,9 @@ async def latencies(ways: Mapping[str, str], prompt: str, rounds: int) -> dict[s
     }
 
 
-def beside(name: str, url: str, engine_url: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """``latencies`` of one way and the direct one, for each prompt."""
-    ways = {"direct": engine_url, name: url}
+def beside(ways: Mapping[str, str], engine_url: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """``latencies`` of these ways and the direct one, for each prompt."""
+    ways = {"direct": engine_url, **ways}
     return {length: asyncio.run(latencies(ways, prompt, rounds)) for length, prompt in PROMPTS.items()}
 
 
@@ -386,10 +405,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="areal-proxy-") as scratch:
         token_ids = said(make_dialogue(Path(scratch), "hermes"), ANSWER)
         with hosted("engine", token_ids) as (engine_url, _), hosted("service", scratch, engine_url) as (url, pid):
-            result["latency"] = beside("service", url, engine_url, chosen.rounds)
+            with hosted("bare", engine_url) as (bare_url, _):
+                result["latency"] = beside({"bare": bare_url, "service": url}, engine_url, chosen.rounds)
             if chosen.litellm:
                 with litellm(chosen.litellm, engine_url, Path(scratch)) as other:
-                    theirs = beside("litellm", other, engine_url, chosen.rounds)
+                    theirs = beside({"litellm": other}, engine_url, chosen.rounds)
                 for prompt, ways in result["latency"].items():
                     ways["litellm"] = theirs[prompt]["litellm"]
             result["streams"] = asyncio.run(streams(url, chosen.streams))

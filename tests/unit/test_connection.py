@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine, running
 
-from areal_hpc.generation import connection
 from areal_hpc.generation.connection import Connection, EngineLost
 
 REQUEST_IDS = map(str, itertools.count())
@@ -149,28 +149,40 @@ def _streamed(chunks: list[bytes], told: list[Any]) -> tuple[int, Any]:
         return response
 
     async def body() -> tuple[int, Any]:
-        application = web.Application()
-        application.router.add_post("/generate", send)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        http = Connection("engine-0", f"http://127.0.0.1:{runner.addresses[0][1]}", token="", connect_s=5.0)
-        try:
+        async with answering(send) as http:
             return await http.call("POST", "/generate", {}, 10.0, each=told.append)
-        finally:
-            await http.close()
-            await runner.cleanup()
 
     return asyncio.run(body())
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_json_goes_out_and_comes_in_alike_with_orjson_and_without(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    if not fast:
-        monkeypatch.setattr(connection, "orjson", None)
-    for body in ({"ids": (1, 2), "stop": ["今"]}, {"stop": ["\ud83d"]}, {"ids": [1 << 70]}):
-        assert json.loads(connection._encoded(body)) == json.loads(json.dumps(body))
-    assert connection._decoded(b'{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
-    (odd,) = connection._decoded(b"[NaN]")  # which a reader of log-probs then refuses
-    assert odd != odd
-    assert connection._decoded(b"no \xff JSON") == "no \ufffd JSON"
+@asynccontextmanager
+async def answering(handler: Callable[[web.Request], Any]) -> AsyncIterator[Connection]:
+    """A connection to a server that answers every request so."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        answer = handler(request)
+        return answer if isinstance(answer, web.StreamResponse) else await answer
+
+    application = web.Application()
+    application.router.add_post("/generate", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    http = Connection("engine-0", f"http://127.0.0.1:{runner.addresses[0][1]}", token="", connect_s=5.0)
+    try:
+        yield http
+    finally:
+        await http.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(("sent", "told"), [(b"[NaN]", "[nan]"), (b"no \xff JSON", "no \ufffd JSON")])
+def test_an_answer_that_is_no_json_is_told_as_it_is(sent: bytes, told: str) -> None:
+    """A reader of log-probs then refuses the NaN."""
+
+    async def body() -> tuple[int, Any]:
+        async with answering(lambda _: web.Response(body=sent)) as http:
+            return await http.call("POST", "/generate", {}, 10.0)
+
+    status, answer = asyncio.run(body())
+    assert (status, str(answer)) == (200, told)

@@ -61,6 +61,18 @@ def test_temperature_divides_the_logits(qwen3: Path) -> None:
         np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], atol=1e-5)
 
 
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_G11_a_token_that_looks_like_padding_is_a_token(qwen3: Path, token: int) -> None:
+    """Also as the last one of a sequence that shares its rows with longer ones; padding is never found by its id."""
+    batch = random_batch()
+    batch = replace(batch, token_ids=np.full_like(batch.token_ids, token))
+    found = make(qwen3, trainer=replace(TRAINER, tokens_per_microbatch=10_000)).logprobs(batch)
+    expected = double_logprobs(qwen3, batch)[1].detach().numpy()
+    np.testing.assert_allclose(found[batch.loss_mask], expected[batch.loss_mask], atol=1e-5)
+    ends = np.cumsum(batch.lengths) - 1
+    assert batch.loss_mask[ends].any() and (found[ends][batch.loss_mask[ends]] < 0).all()
+
+
 def test_logprobs_of_nothing(qwen3: Path) -> None:
     assert make(qwen3).logprobs(random_batch().select([])).shape == (0,)
 
