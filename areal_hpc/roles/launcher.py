@@ -138,14 +138,14 @@ def run_local(
             log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
     report_run(run)
-    code = EXIT_CODES[outcome]
-    if attempts.lost:
-        code = EXIT_ELSEWHERE
-    elif outcome == "stopped" and _has_no_more_to_do(run, config):
-        code = EXIT_DONE
+    code = EXIT_ELSEWHERE if attempts.lost else _exit_code(outcome, run, config)
     if code not in (EXIT_STOPPED, EXIT_ELSEWHERE):
         dismiss(run)
     return code
+
+
+def _exit_code(outcome: str, run: RunDir, config: Config) -> int:
+    return EXIT_DONE if outcome == "stopped" and _has_no_more_to_do(run, config) else EXIT_CODES[outcome]
 
 
 @contextmanager
