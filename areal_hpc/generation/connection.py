@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from areal_hpc.errors import GenerationError
-from areal_hpc.generation.http1 import BrokenOff, Line, Lines, Unreachable
 from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.waits import waiting
 
 ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
 
+JSON = {"Content-Type": "application/json"}
 IDLE_S = 2.0
 """Longest time for which a connection lies idle and is still used; uvicorn, under SGLang and vLLM, closes after 5 s."""
 
@@ -62,7 +64,7 @@ class Connection:
         self._engine = engine
         self._token = token
         self._connect_s, self._idle_s = connect_s, idle_s
-        self._lines: Lines | None = None
+        self._session: aiohttp.ClientSession | None = None
 
     def __str__(self) -> str:
         return f"engine {self._engine} at {self.url}"
@@ -82,14 +84,14 @@ class Connection:
         for attempt in range(ATTEMPTS):
             try:
                 return await self._exchange(method, path, body, limit_s, each)
-            except Unreachable as error:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise EngineRefused(f"{self} takes no connection: {error}") from error
                 await asyncio.sleep(0.1 * 2**attempt)
             except TimeoutError as error:
                 raise EngineLost(f"{self} did not answer {path} in {limit_s:g} s") from error
-            except BrokenOff as error:
-                raise EngineLost(f"{self} did not answer {path}: {error}") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise EngineLost(f"{self} did not answer {path}: {type(error).__name__} {error}") from error
         raise AssertionError("the last attempt returns or raises")
 
     async def order(self, path: str, body: Any, limit_s: float, *, also: int = 200) -> Any:
@@ -133,47 +135,53 @@ class Connection:
 
     async def close(self) -> None:
         """Close what is open; a later call opens it again."""
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
     async def _exchange(
         self, method: str, path: str, body: Any, limit_s: float, each: Callable[[Any], None] | None
     ) -> tuple[int, Any]:
-        if self._lines is None:
-            self._lines = self._open()
-        data = None if body is None else to_json(body)
+        if self._session is None:
+            self._session = self._open()
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=self._connect_s)
         request_id = body.get("rid", "") if isinstance(body, dict) else ""
         with waiting(f"an answer to {path}", self._engine, limit_s=limit_s, about=request_id):
-            async with asyncio.timeout(limit_s), self._lines.asked(method, path, data) as line:
-                if line.status == 401:
+            data, headers = (None, None) if body is None else (to_json(body), JSON)
+            url = self.url + path
+            async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+                if response.status == 401:
                     raise EngineRefused(f"{self} does not know us (status 401): another process may have its port now")
-                if each is not None and line.content_type == "text/event-stream":
-                    return line.status, await _last_event(line, each)
-                return line.status, _decoded(await line.whole())
+                if each is not None and response.content_type == "text/event-stream":
+                    return response.status, await _last_event(response, each)
+                return response.status, _decoded(await response.read())
 
-    def _open(self) -> Lines:
+    def _open(self) -> aiohttp.ClientSession:
         token = self._token.read_text().strip() if isinstance(self._token, Path) else self._token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return Lines(self.url, headers, connect_s=self._connect_s, idle_s=self._idle_s)
+        return aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
 
 
-async def _last_event(line: Line, each: Callable[[Any], None]) -> Any:
+async def _last_event(response: aiohttp.ClientResponse, each: Callable[[Any], None]) -> Any:
     """The last event before ``[DONE]``.
 
     Raises:
-        BrokenOff: the stream ended without saying that it does.
+        ClientPayloadError: the stream ended without saying that it does.
     """
     last, pending = None, b""
-    while part := await line.part():
-        *events, pending = (pending + part).split(b"\n\n")
+    async for chunk in response.content.iter_any():  # lines may be longer than what aiohttp's readline takes
+        *events, pending = (pending + chunk).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return last
             last = _decoded(data)
             each(last)
-    raise BrokenOff("its stream broke off")
+    raise aiohttp.ClientPayloadError("its stream broke off")
 
 
 def _decoded(data: bytes) -> Any:

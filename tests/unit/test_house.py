@@ -73,8 +73,8 @@ DOORS = {
         "scorer.py",
     ),
     "llguidance": ("dialogue/grammar.py",),
-    "httptools": ("generation/http1.py",),
     "aiohttp": (
+        "generation/connection.py",
         "generation/embedded/",
         "generation/served/",
         "generation/vllm/",
