@@ -49,8 +49,9 @@ def carried_at(step: int, run: RunDir, epoch: int, config: Config) -> dict[str, 
 
 
 def wandb_id(run: RunDir, epoch: int) -> str:
-    """The Weights & Biases run of attempt ``epoch``; a new one where no trainer has begun: an evaluation alone."""
-    start = read_start(run, epoch)
+    """The Weights & Biases run of attempt ``epoch``, of which there are numbers by now; a new one where it has no
+    trainer: an evaluation alone."""
+    start = read_start(run, epoch, known=True)  # or there will be none
     return _new_id(run) if start is None else str(start.carried["trackers"]["wandb"])
 
 
@@ -60,7 +61,7 @@ def agenda_of(run: RunDir, epoch: int) -> Agenda:
 
 
 def _begun_with(run: RunDir, epoch: int) -> Mapping[str, Any]:
-    start = read_start(run, epoch)
+    start = read_start(run, epoch, known=True)
     assert start is not None, "engines serve before the trainer said how the attempt begins"
     return start.carried
 
