@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Fenced, RunDirError
-from areal_hpc.fs import create_exclusive, make_private_directory, names_in, read_if_listed, sweep_temporaries
+from areal_hpc.fs import (
+    create_exclusive,
+    make_private_directory,
+    names_in,
+    read_if_listed,
+    read_json,
+    sweep_temporaries,
+)
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
@@ -116,9 +123,15 @@ def write_start(run: RunDir, epoch: int, record: StartRecord) -> None:
         raise RunDirError(f"{_start_path(run, epoch)} exists; stop the other trainer and start the run again")
 
 
-def read_start(run: RunDir, epoch: int) -> StartRecord | None:
-    """How attempt ``epoch`` began, or None while its trainer has not said so."""
-    value = read_if_listed(_start_path(run, epoch))
+def read_start(run: RunDir, epoch: int, *, known: bool = False) -> StartRecord | None:
+    """How attempt ``epoch`` began, or None while its trainer has not said so.
+
+    Args:
+        known: what follows it has been seen, such as weights of the attempt, so its name need not be looked for in the
+            directory, of which an old listing may be shown here.
+    """
+    path = _start_path(run, epoch)
+    value = _read_known(path) if known else read_if_listed(path)
     if value is None:
         return None
     return StartRecord(
@@ -128,6 +141,13 @@ def read_start(run: RunDir, epoch: int) -> StartRecord | None:
         fingerprint=value["fingerprint"],
         carried=value.get("carried", {}),  # attempts of older versions had none
     )
+
+
+def _read_known(path: Path) -> Any | None:
+    try:
+        return read_json(path)
+    except FileNotFoundError:  # somebody has deleted it
+        return None
 
 
 def _start_path(run: RunDir, epoch: int) -> Path:
@@ -155,10 +175,12 @@ def history(run: RunDir) -> dict[int, int | None]:
 def lineage(run: RunDir, epoch: int, parent: WeightVersion | None) -> Callable[[WeightVersion], bool]:
     """``branch`` of attempt ``epoch``, which goes on from checkpoint ``parent``; the others' parents are on disk."""
     parents = {epoch: parent or ROOT}
-    for earlier in range(1, epoch):
-        start = read_start(run, earlier)
+    came_from = parents[epoch].epoch
+    for earlier in range(epoch - 1, 0, -1):
+        start = read_start(run, earlier, known=earlier == came_from)
         if start is not None:
             parents[earlier] = start.parent or ROOT
+            came_from = parents[earlier].epoch if earlier == came_from else came_from
     return branch(epoch, parents)
 
 

@@ -1,6 +1,6 @@
 """Trackers: TensorBoard and Weights & Biases, behind a wall that nothing of theirs crosses.
 
-    trackers = Trackers(open_sinks(config.telemetry, run))      in the one process that reads all records
+    trackers = Trackers(open_sinks(config.telemetry, run, wandb_id))      in the one process that reads all records
     for record in reader.poll():
         trackers.follow(record)
     trackers.close()

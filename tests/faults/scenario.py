@@ -291,7 +291,7 @@ class Evaluator:
             raise Violation(f"the evaluations of steps {sorted(lost)} had a result and are lost")
 
     def _promised(self) -> list[WeightVersion]:
-        start = read_start(self._run, self._epoch)
+        start = read_start(self._run, self._epoch, known=True)
         assert start is not None
         return [one for one in self._promises.evaluated if lineage(self._run, self._epoch, start.parent)(one)]
 

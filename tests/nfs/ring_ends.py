@@ -88,7 +88,7 @@ class Trainer:
         self.fetcher = GroupFetcher(self.run)
         self.version = WeightVersion(self.epoch, step)
         self._tell_what_becomes_visible()
-        self.reader.write_start(self.version, "data")
+        self.reader.write_start(self.version, "data", {})
         self.reader.release(self.version)
         say("epoch", self.epoch, step)
 

@@ -108,6 +108,7 @@ def test_a_checkpoint_of_before_goes_on_with_what_its_run_has(run: RunDir, confi
     finish(run, 1, 0, 10)
     epoch = begin(run, FIRST, {"ring": {}, "prompts": {}})
     assert wandb_id(run, epoch) == "run-18f3"
+    assert wandb_id(run, begin(run)) != "run-18f3", "from the model alone"
     assert agenda_of(run, epoch) == Agenda()
     assert due(run, epoch, 20, config) == (20,)
     finish(run, epoch, 20)

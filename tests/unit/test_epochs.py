@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc import fs
 from areal_hpc.buffer.epochs import (
     ROOT,
     StartRecord,
@@ -64,6 +65,28 @@ def test_a_start_record_is_written_once(run: RunDir) -> None:
     assert newest_epoch(run) == 1  # a start record is not a claim
     with pytest.raises(RunDirError, match="stop the other trainer"):
         write_start(run, 2, record)
+
+
+def test_B10_a_start_that_is_known_is_read_though_an_old_listing_lacks_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of a network file system may be shown a listing of a minute ago; of attempts that lead here it is known
+    that they have begun."""
+    for parent in (None, WeightVersion(1, 10), None, WeightVersion(2, 20)):
+        epoch = claim_epoch(run, {})
+        if epoch != 3:  # which died before it began
+            version = WeightVersion(epoch, 0 if parent is None else parent.step)
+            write_start(run, epoch, StartRecord(parent=parent, version=version, consumed=Watermark(), fingerprint="f"))
+    monkeypatch.setattr(fs, "names_in", lambda directory: [])
+    assert read_start(run, 4) is None
+    start = read_start(run, 4, known=True)
+    assert start is not None and start.parent == WeightVersion(2, 20)
+    survives = lineage(run, 4, start.parent)
+    steps = {
+        (epoch, step) for epoch in (1, 2, 3, 4) for step in (0, 10, 11, 20, 21) if survives(WeightVersion(epoch, step))
+    }
+    assert steps == {(1, 0), (1, 10), *((2, step) for step in (0, 10, 11, 20)), *((4, s) for s in (0, 10, 11, 20, 21))}
+    assert read_start(run, 3, known=True) is None, "somebody has deleted it"
 
 
 def test_a_branch_shares_what_came_before_it_left() -> None:

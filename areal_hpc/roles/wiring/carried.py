@@ -4,8 +4,8 @@
     trainer, as it begins   puts both into the attempt's start record, which is written once
     launcher, evaluator     read them there and nowhere else; each checkpoint of the attempt holds them again
 
-So trackers and evaluations follow the weights: a restart goes on from the same commit with all of them, and
-a start from the model alone has a tracker run of its own.
+So trackers and evaluations follow the weights: a restart goes on from the same commit with all of them, and a start
+from the model alone has a tracker run of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def carried_on(run: RunDir, state: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Args:
         state: of the checkpoint that the attempt goes on from; None for a fresh start. One that was made before
-            checkpoints held this leads to a run with the id of its old file, and with no evaluation asked for yet:
-            what has a result is finished all the same.
+            checkpoints held this goes on with the id in the run's old file, and with no evaluation asked for yet: what
+            has a result is finished all the same.
     """
-    state = state or {}
-    return {
-        "trackers": state["trackers"] if "trackers" in state else {"wandb": _old_id(run) or _new_id(run)},
-        "evaluations": state["evaluations"] if "evaluations" in state else Agenda().record(),
-    }
+    fresh = {"trackers": {"wandb": _new_id(run)}, "evaluations": Agenda().record()}
+    if state is None:
+        return fresh
+    before = fresh if (old := _old_id(run)) is None else {**fresh, "trackers": {"wandb": old}}
+    return {name: state.get(name, before[name]) for name in fresh}
 
 
 def carried_at(step: int, run: RunDir, epoch: int, config: Config) -> dict[str, Any]:
@@ -49,8 +49,9 @@ def carried_at(step: int, run: RunDir, epoch: int, config: Config) -> dict[str, 
 
 
 def wandb_id(run: RunDir, epoch: int) -> str:
-    """The Weights & Biases run of attempt ``epoch``; a new one where no trainer has begun: an evaluation alone."""
-    start = read_start(run, epoch)
+    """The Weights & Biases run of attempt ``epoch``, of which there are numbers by now; a new one where it has no
+    trainer: an evaluation alone."""
+    start = read_start(run, epoch, known=True)  # or there will be none
     return _new_id(run) if start is None else str(start.carried["trackers"]["wandb"])
 
 
@@ -60,7 +61,7 @@ def agenda_of(run: RunDir, epoch: int) -> Agenda:
 
 
 def _begun_with(run: RunDir, epoch: int) -> Mapping[str, Any]:
-    start = read_start(run, epoch)
+    start = read_start(run, epoch, known=True)
     assert start is not None, "engines serve before the trainer said how the attempt begins"
     return start.carried
 

@@ -73,7 +73,7 @@ def last_result(run: RunDir, epoch: int, step: int) -> int | None:
 
 
 def _results(run: RunDir, epoch: int, steps: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    start = read_start(run, epoch)
+    start = read_start(run, epoch, known=True)
     assert start is not None, "engines serve before the trainer said how the attempt begins"
     survives = lineage(run, epoch, start.parent)
     for step in steps:
