@@ -16,6 +16,10 @@ FIRST_VERSION_THAT_TELLS_ITS_SUPPORT = (0, 5, 21)
 """The first SGLang that is known to tell, if asked, which tokens it could have sampled, and their log-probs."""
 
 
+SGLANG_QUEUE_S = 300.0
+"""It keeps statistics of every number that it has ever seen and writes all of them each time: 288 a day cost little."""
+
+
 class Narrowed(StrEnum):
     """How log-probs of a distribution that top-k, top-p or min-p have narrowed are to be had."""
 
@@ -53,8 +57,9 @@ class Capabilities:
     """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
     manifests: bool
     """It is SGLang with our code in its workers, which reads what a bucket holds from its load format."""
-    priorities: bool
-    """What waits in its queue is ordered by numbers that may be all different; lower ones go first."""
+    queue_s: float | None
+    """What waits in its queue is ordered by numbers, of which lower ones go first: the seconds from one to the next.
+    None of an engine that has only the order in which requests came."""
     narrowed: Narrowed
     quarantined: bool
     """An update of it failed half-way; only servers of our own say so."""
@@ -74,7 +79,7 @@ class Capabilities:
             deltas=bool(ours.get("deltas") or inside.get("deltas")),
             stages=bool(ours.get("stages") or inside),
             manifests=bool(inside),
-            priorities=bool(ours.get("priorities")),
+            queue_s=_queue_s(info, is_ours=bool(ours.get("priorities"))),
             narrowed=_narrowed(tuple(numbers), is_ours=bool(ours)),
             quarantined=bool(info.get("quarantined")),
         )
@@ -83,6 +88,13 @@ class Capabilities:
         if self.retracts:
             return PauseMode.RETRACT
         return PauseMode.IN_PLACE if self.spans else PauseMode.ABORT
+
+
+def _queue_s(info: Mapping[str, Any], *, is_ours: bool) -> float | None:
+    if is_ours:
+        return 0.001
+    ordered = info.get("enable_priority_scheduling") and info.get("schedule_low_priority_values_first")
+    return SGLANG_QUEUE_S if ordered else None
 
 
 def _narrowed(version: tuple[int, ...], *, is_ours: bool) -> Narrowed:

@@ -19,6 +19,7 @@ One client belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -82,7 +83,8 @@ class EngineClient:
         token: what its server asks for, or the file that holds it; empty for none.
         version: weights it was started with, for engines that call them "default".
         incarnation: which of the processes that have been this engine answers at ``url``.
-        yields_s: for so long after a request has come others may still go before it, where the engine orders its queue.
+        yields_s: for so long after a request has come others may still go before it, where the engine orders its
+            queue; for longer where its order is coarser (``Capabilities.queue_s``).
         locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
         routing: of its model, if every answer is to come with the experts that computed it.
     """
@@ -240,8 +242,8 @@ class EngineClient:
         capabilities = self._capabilities or await self._probed()
         if request.sampling.is_narrowed:
             body = narrowed_body(body, capabilities.narrowed)
-        if capabilities.priorities:
-            body = {**body, "priority": int(1000 * (time.time() + self._yields_s))}
+        if (unit_s := capabilities.queue_s) is not None:
+            body = {**body, "priority": int(time.time() / unit_s) + math.ceil(self._yields_s / unit_s)}
         pinned, incarnation = self.version, self.incarnation
         each = None if request.on_tokens is None else new_tokens(request.on_tokens)
         status, answer = await self._http.call("POST", "/generate", body, self.limits.generate_s, each=each)

@@ -39,7 +39,6 @@ LONG_PROMPT = tuple(range(40, 90))
 AFTER_A_TURN = (*PROMPT, END)
 TOLERANCE = 1e-4
 """Nats, in float32."""
-VLLM_ALONE = pytest.param("vllm", marks=pytest.mark.vllm)
 REAL = [pytest.param(engine.name, marks=getattr(pytest.mark, engine.name)) for engine in (SGLANG, VLLM)]
 Opens = Callable[[], Any]
 
@@ -418,9 +417,9 @@ def test_an_answer_that_is_aborted_before_its_first_token_is_empty(engine: Opens
     run(engine, scenario)
 
 
-@pytest.mark.parametrize("kind", ["engine", VLLM_ALONE])
+@pytest.mark.parametrize("kind", ["engine", *REAL])
 def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, request: pytest.FixtureRequest) -> None:
-    """SGLang keeps statistics of every priority that it has ever seen, so it is told none and serves who came first."""
+    """SGLang's order is one of minutes, so that there even who yields for a moment goes after who came in them."""
     url: str = request.getfixturevalue(f"{kind}_url")
     begun: list[str] = []
 
@@ -431,6 +430,8 @@ def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, reques
             told = replace(asked(num, name), on_tokens=lambda _: name in begun or begun.append(name))
             return asyncio.create_task(client.generate(told))
 
+        for client in (ours, patient, hasty):  # a client's first request asks first what the engine can do
+            await client.probe()
         running = [ask(ours, f"long{k}", 900) for k in range(MAX_RUNNING)]
         while len(begun) < MAX_RUNNING:
             await asyncio.sleep(0.01)
@@ -446,4 +447,5 @@ def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, reques
             await client.close()
 
     asyncio.run(scenario())
-    assert begun[MAX_RUNNING:] == ["first", "second", "evaluation"]
+    fine, coarse = ["first", "second", "evaluation"], ["second", "evaluation", "first"]
+    assert begun[MAX_RUNNING:] == (coarse if kind == "sglang" else fine)

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
 from areal_hpc.generation import manifest
-from areal_hpc.generation.capabilities import Capabilities, Narrowed, PauseMode
+from areal_hpc.generation.capabilities import SGLANG_QUEUE_S, Capabilities, Narrowed, PauseMode
 from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.connection import ATTEMPTS
 from areal_hpc.types import StopReason
@@ -95,6 +95,14 @@ def test_sglang_with_our_code_in_its_workers_reads_what_a_bucket_holds_from_its_
     assert manifest.read(body["load_format"], body["names"], body["dtypes"], body["shapes"]) == tuple(changes)
     told = Capabilities.read({"version": "0.5.21", "internal_states": [{"areal_hpc": {"deltas": False}}]})
     assert (told.stages, told.deltas, told.narrowed) == (True, False, Narrowed.ASKED)
+
+
+def test_the_order_of_a_queue_is_an_sglangs_only_where_it_was_told_to_keep_one() -> None:
+    ordered = {"version": "0.5.21", "enable_priority_scheduling": True, "schedule_low_priority_values_first": True}
+    assert Capabilities.read(ordered).queue_s == SGLANG_QUEUE_S
+    for name in ("enable_priority_scheduling", "schedule_low_priority_values_first"):
+        assert Capabilities.read({**ordered, name: False}).queue_s is None
+    assert Capabilities.read({"version": "0.5.21"}).queue_s is None
 
 
 @pytest.mark.parametrize(("stages", "ended"), [(True, 0), (False, 1)])

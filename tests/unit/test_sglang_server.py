@@ -70,6 +70,15 @@ def test_false_takes_one_of_our_flags_away() -> None:
     assert "--disable-overlap-schedule" not in given_values(extra={"disable_overlap_schedule": False})
 
 
+@pytest.mark.parametrize(("policy", "ordered"), [(None, True), ("lof", True), ("lpm", False)])
+def test_its_queue_is_ordered_by_who_yields_unless_a_person_has_chosen_an_order_that_knows_none(
+    policy: str | None, ordered: bool
+) -> None:
+    made = given_values(extra={} if policy is None else {"--schedule-policy": policy})
+    assert ("--enable-priority-scheduling" in made) == ordered
+    assert ("--schedule-low-priority-values-first" in made) == ordered
+
+
 def test_experts_are_recorded_only_where_they_are_replayed() -> None:
     assert "--enable-return-routed-experts" not in given_values()
     assert given_values(tells_experts=True)["--enable-return-routed-experts"] == ""

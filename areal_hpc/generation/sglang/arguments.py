@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.accelerator import CPU, Accelerator
-from areal_hpc.generation.external.spec import ServerSpec, own_environment, words
+from areal_hpc.generation.external.spec import ServerSpec, named, own_environment, words
 from areal_hpc.generation.served.merging import order
 from areal_hpc.generation.sglang.plugin import ORDER, PLATFORM, SELECTED_BY
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+ORDERED = ("fcfs", "lof")
+"""Its policies that go by requests' priorities first."""
 SPARE_TOKENS = 8
 """By how much SGLang's own context length exceeds ours: it keeps the last few positions for itself."""
 
@@ -42,6 +44,10 @@ def server_arguments(spec: ServerSpec, *, port: int, internal_port: int) -> list
         "enable_metrics": True,  # what it has sampled is counted nowhere else
         "device": spec.accelerator.device,
     }
+    if named(spec.extra).get("schedule_policy", "fcfs") in ORDERED:
+        # So that an evaluation yields; what runs is not begun anew for what has just come.
+        arguments |= {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}
+        arguments |= {"default_priority_value": 0, "disable_priority_preemption": True}
     if spec.share is not None:
         arguments |= {"nnodes": spec.share.num_nodes, "node_rank": spec.share.node}
         arguments |= {"dist_init_addr": spec.share.address}
