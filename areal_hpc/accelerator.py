@@ -126,7 +126,7 @@ def take_device(local_rank: int) -> str:
         local_rank: number of this process among those that share the visible devices; 0 if it has them to itself.
 
     Raises:
-        DevicesLost: see ``detect_bound``.
+        DevicesLost: see ``detect_bound``; or the device is there, and does not compute.
         ConfigError: see ``device_of``.
     """
     import torch
@@ -136,7 +136,26 @@ def take_device(local_rank: int) -> str:
         return row.device
     device = device_of(row, local_rank, torch.accelerator.device_count())
     torch.accelerator.set_device_index(local_rank)  # for what names none: collectives, random streams
+    _prove(device)
     return device
+
+
+def _prove(device: str) -> None:
+    """Compute a little there: of a device with broken memory, or one that its driver has given up, torch knows by name.
+
+    Raises:
+        DevicesLost: it fails.
+    """
+    import torch
+
+    try:
+        torch.ones(1, device=device).sum().item()
+    except RuntimeError as error:
+        what = str(error).partition("\n")[0]
+        raise DevicesLost(
+            f"{socket.gethostname()} was to compute on {device}, which is there and fails: {what}; leave that node out "
+            "(cluster.all.exclude)"
+        ) from error
 
 
 def device_of(row: Accelerator, local_rank: int, num_devices: int) -> str:

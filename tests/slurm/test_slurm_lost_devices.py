@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import SlurmCluster, wait_for
@@ -35,6 +37,7 @@ from areal_hpc.fs import make_private_directory, publish, publish_json
 from areal_hpc.keys import make_key
 from areal_hpc.liveness import seats
 from areal_hpc.liveness.job import jobs_of, satellite_jobs
+from areal_hpc.liveness.resting import resting
 from areal_hpc.run_dir import RunDir
 
 STAND_IN = """\
@@ -132,41 +135,82 @@ def test_fault_17_where_a_site_does_not_requeue_the_next_job_is_submitted_withou
     )
 
 
+class Satellites:
+    """Of a run that is not at work, but says so."""
+
+    def __init__(self, slurm: SlurmCluster, home: Path, model: Path, *more: str) -> None:
+        self.loss, self._slurm = Loss(home), slurm
+        file, *words = arguments(home, model)
+        words += [*WORDS, "cluster.shape=satellites", "cluster.all.cpus=1", f"cluster.job_name={home.name}", *more]
+        config = resolve(load([Path(file)], words))
+        self.run = RunDir.create(home / "run")
+        publish(self.run.config, dump(config).encode())
+        make_key(self.run.token)
+        self._owner = Owner.this_process().record()
+        self.attempt = self.run.attempt(claim_epoch(self.run, self._owner)).create()
+        publish_json(self.attempt.endpoint("trainer", 0), {"host": "10.99.0.1"})
+        self.say("running")
+        self.room = make_private_directory(make_private_directory(self.run.slurm) / "satellites")
+        job = satellite_job(config, log=str(self.room / "%A_%a.log"), directory=home, room=str(self.room))
+        self.name, script = job.name, self.run.slurm / "satellites-0001.sbatch"
+        publish(script, render_satellite(job, join_command(config, "python", str(self.run.root))).encode())
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        env = {**PATHS, **self.loss.env, "PATH": path}
+        said = slurm.run("sbatch", "--parsable", f"--array=1-{config.cluster.satellites}", script, env=env, cwd=home)
+        self.array = said.stdout.strip()
+
+    def say(self, state: str) -> None:
+        publish_json(self.attempt.state, {"state": state, **self._owner})
+
+    def holders(self, number: int) -> list[Mapping[str, Any]]:
+        """Who has brought the engines, when there are so many."""
+        wait_for(f"{number} engines", lambda: len(seats.present(self.attempt)) == number, LONGEST_S, 0.5)
+        return [seat.holder() for seat in seats.present(self.attempt).values()]
+
+    def said(self) -> str:
+        return "".join(path.read_text(encoding="utf-8") for path in self.room.glob("*.log"))
+
+    def __enter__(self) -> Satellites:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slurm.call("scancel", "--name", self.name)
+
+
 @pytest.mark.parametrize("requeue", ["true", "false"])
 def test_fault_17_a_satellite_does_not_take_the_same_node_again(
     slurm: SlurmCluster, home: Path, model: Path, requeue: str
 ) -> None:
-    """Of a run that is not at work, but says so."""
-    loss = Loss(home)
-    file, *words = arguments(home, model)
-    words += [*WORDS, "cluster.shape=satellites", f"cluster.requeue={requeue}", "cluster.all.cpus=1"]
-    config = resolve(load([Path(file)], words))
-    run = RunDir.create(home / "run")
-    publish(run.config, dump(config).encode())
-    make_key(run.token)
-    owner = Owner.this_process().record()
-    attempt = run.attempt(claim_epoch(run, owner)).create()
-    publish_json(attempt.endpoint("trainer", 0), {"host": "10.99.0.1"})
-    publish_json(attempt.state, {"state": "running", **owner})
-    room = make_private_directory(make_private_directory(run.slurm) / "satellites")
-    job = satellite_job(config, log=str(room / "%A_%a.log"), directory=home, room=str(room))
-    script = run.slurm / "satellites-0001.sbatch"
-    publish(script, render_satellite(job, join_command(config, "python", str(run.root))).encode())
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    done = slurm.run("sbatch", "--parsable", "--array=1-2", script, env={**PATHS, **loss.env, "PATH": path}, cwd=home)
-    array = done.stdout.strip()
-    try:
-        slurm.wait_for_state(f"{array}_1", "RUNNING")
-        lost = slurm.job(f"{array}_1")[0]["NodeList"]
-        loss.is_on(lost)
-        wait_for("two engines elsewhere", lambda: len(seats.present(attempt)) == 2, LONGEST_S, 0.5)
-        holders = [seat.holder() for seat in seats.present(attempt).values()]
+    with Satellites(slurm, home, model, f"cluster.requeue={requeue}", "cluster.satellites=2") as satellites:
+        slurm.wait_for_state(f"{satellites.array}_1", "RUNNING")
+        lost = slurm.job(f"{satellites.array}_1")[0]["NodeList"]
+        satellites.loss.is_on(lost)
+        holders = satellites.holders(2)
         assert lost not in {holder["host"] for holder in holders}
-        assert len(satellite_jobs(run)) == (1 if requeue == "true" else 3), "in their own jobs, where a site requeues"
+        number = len(satellite_jobs(satellites.run))
+        assert number == (1 if requeue == "true" else 3), "in their own jobs, where a site requeues"
         for holder in holders:
             assert slurm.job(holder["job"])[0]["ExcNodeList"] == lost
-            assert f"{lost} by job {holder['job']}" in status(slurm, run)["left out"]
-        said = "".join(path.read_text(encoding="utf-8") for path in room.glob("*.log"))
-        assert said.count(f" comes again without node {lost}\n") == 2, said
-    finally:
-        slurm.call("scancel", "--name", job.name)
+            assert f"{lost} by job {holder['job']}" in status(slurm, satellites.run)["left out"]
+        text = satellites.said()
+        assert text.count(f" comes again without node {lost}\n") == 2, text
+
+
+def test_of_a_satellite_of_two_nodes_one_that_has_lost_its_device_stays_while_the_other_serves(
+    slurm: SlurmCluster, home: Path, model: Path
+) -> None:
+    with Satellites(slurm, home, model, "cluster.generation.nodes=2") as satellites:
+        job = f"{satellites.array}_1"
+        slurm.wait_for_state(job, "RUNNING")
+        wait_for("both to have a seat", lambda: len(seats.newest(satellites.attempt)) == 2, LONGEST_S, 0.5)
+        lost = slurm.job(job)[0]["BatchHost"]
+        satellites.loss.is_on(lost)
+        (holder,) = satellites.holders(1)
+        assert (holder["job"], holder["host"] != lost) == (job, True)
+        stays = f"other nodes of job {job} serve on, and this one stays with them"
+        wait_for("the first node to give up", lambda: stays in satellites.said(), LONGEST_S, 0.5)
+        assert slurm.job(job)[0]["JobState"] == "RUNNING"
+        assert resting(satellites.run) == []
+        satellites.say("finished")
+        assert slurm.wait_for_state(job, *OVER) == "COMPLETED", satellites.said()
+        assert (slurm.job(job)[0]["Restarts"], resting(satellites.run)) == ("0", [])

@@ -102,11 +102,34 @@ def test_a_rank_without_a_device_of_its_own_is_refused(num_devices: int) -> None
 
 def test_the_device_that_is_taken_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = []
+    tried: list[str] = []
     monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: tried.append(device) or torch.zeros(1))
     assert accelerator.take_device(1) == "cuda:1"
-    assert current == [1]
+    assert (current, tried) == ([1], ["cuda:1"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    ],
+)
+def test_fault_17_a_device_that_is_there_and_does_not_compute_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    def broken(*_: object, **__: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch, "ones", broken)
+    with pytest.raises(DevicesLost, match=r"cuda:0, which is there and fails: CUDA error: uncorrectable ECC .*; leave"):
+        accelerator.take_device(0)
 
 
 def test_processes_on_the_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
