@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,19 @@ def weights_of(backend: Any) -> dict[str, Any]:
 
 def save(ranks: Ranks, backend: Any, directory: Path) -> None:
     """As a run's commit does it: every rank its part, then rank 0 what makes them one."""
+    begin_save(ranks, backend, directory)()
+
+
+def begin_save(ranks: Ranks, backend: Any, directory: Path) -> Callable[[], None]:
+    """A copy of the state as it is now, which may be written later."""
     directory.mkdir(parents=True, exist_ok=True)
-    backend.snapshot()(directory)
-    ranks.barrier()
-    if ranks.leads:
-        backend.complete(str(directory))
-    ranks.barrier()
+    write = backend.snapshot()
+
+    def end() -> None:
+        write(directory)
+        ranks.barrier()
+        if ranks.leads:
+            backend.complete(str(directory))
+        ranks.barrier()
+
+    return end

@@ -17,7 +17,7 @@ from layouts import Run
 from safetensors.torch import load_file, save_file
 from steps import VOCAB_SIZE, make, make_reference, save, train, weights_of, whole_batch
 
-from areal_hpc.config.algorithm import AlgorithmConfig, CriticConfig, DpoConfig, ProximalMethod
+from areal_hpc.config.algorithm import AlgorithmConfig, CriticConfig, DpoConfig, Level, NormConfig, ProximalMethod
 from areal_hpc.config.schema import Dtype, ParallelConfig
 from areal_hpc.errors import CheckpointError
 from areal_hpc.scorer import load_scorer, scores
@@ -33,7 +33,8 @@ def algorithm_of(name: str, path: Path) -> AlgorithmConfig:
     """DPO's reference is another model: near itself, accuracies of a policy are rounding."""
     given = {} if name == "ppo" else {"decoupled": False, "proximal": ProximalMethod.BEHAVIOUR}
     dpo, critic = DpoConfig(reference=str(path.parent / "llama")), CriticConfig(lr_scale=2.0)
-    return AlgorithmConfig(name=name, dpo=dpo, critic=critic, **given)
+    over = Level.BATCH if name == "ppo" else Level.NONE  # the advantages of all ranks are one population
+    return AlgorithmConfig(name=name, dpo=dpo, critic=critic, adv_norm=NormConfig(mean=over, std=over), **given)
 
 
 def data(name: str) -> Batch:
@@ -85,7 +86,7 @@ def expected(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     ("name", "layout"),
     [
         ("ppo", "tp2 pp2"),
-        pytest.param("ppo", "cp2", marks=pytest.mark.long),
+        pytest.param("ppo", "cp2 dp2", marks=pytest.mark.long),
         ("sft", "tp2 dp2"),
         pytest.param("dpo", "pp2 dp2", marks=pytest.mark.long),
         ("dpo", "cp2"),
@@ -93,7 +94,7 @@ def expected(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
         ("reward_model", "cp2 dp2"),
     ],
 )
-def test_every_objective_is_the_reference_s_on_split_models(
+def test_E8_E24_every_objective_is_the_reference_s_on_split_models(
     run: Run, models: dict[str, Path], expected: dict[str, dict[str, Any]], tmp_path: Path, name: str, layout: str
 ) -> None:
     """Statistics, weights, values and held-out losses; and a checkpoint goes on with the same bits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,6 +230,8 @@ def test_K6_no_device_is_named_outside_the_accelerator() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             attribute = node.attr if isinstance(node, ast.Attribute) else ""
             assert attribute not in {"cuda", "npu"}, f"{path} names a device"
+            text = node.value if isinstance(node, ast.Constant) else ""
+            assert not re.fullmatch(r"(cuda|npu):\d+|cuda|nccl|hccl", str(text)), f"{path} names a device: {text}"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@
             all ranks -> backward -> gradients summed -> clip over all parts -> distributed AdamW
     backend.weights()                       what the engines load, gathered weight by weight
 
-Loss, gradient norm and weights are those of ``reference.py`` on any layout; only rounding differs. Ranks that hold
-parts of one copy of the model are given the same sequences: ``data_ranks`` are those among which sequences are dealt.
+Loss, gradient norm and weights are those of ``reference.py`` on any layout; only rounding differs: logits of up to 3 by
+less than 1e-4 from those of transformers in float32, by less than 0.1 in bfloat16, at late positions as at early ones.
+Ranks that hold parts of one copy of the model are given the same sequences: ``data_ranks`` are those among which
+sequences are dealt.
 Of a checkpoint every rank writes a part, and any other layout loads it; each backend goes on from the other's where
 both hold the same tensors (all but mixtures of experts).
 """
