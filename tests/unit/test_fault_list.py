@@ -1,4 +1,4 @@
-"""tests/FAULTS.md is complete, and every test that it or SECURITY.md names is there."""
+"""tests/FAULTS.md is complete, and every test that it or tests/SECURITY.md names is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 TEXT = (TESTS / "FAULTS.md").read_text(encoding="utf-8").splitlines()
-SECURITY = (TESTS.parent / "SECURITY.md").read_text(encoding="utf-8").splitlines()
+SECURITY = (TESTS / "SECURITY.md").read_text(encoding="utf-8").splitlines()
 LINES = [line for line in TEXT if re.match(r"\d+\. ", line)]
 STEPS = [line for line in TEXT if line.startswith("- ")]
 TEST = r"`\w+/test_\w+\.py::test_\w+`"
