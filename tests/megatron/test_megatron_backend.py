@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,10 @@ def test_K5_every_group_is_made_before_anything_is_computed_and_D8_weights_are_c
         assert all(contiguous.values()), contiguous
 
 
+def bytes_of(tensors: Iterable[weakref.ref[torch.Tensor]]) -> int:
+    return sum(tensor.nbytes for one in tensors if (tensor := one()) is not None)
+
+
 def whole_in_memory(ranks: Ranks, parallel: ParallelConfig, path: Path) -> dict[str, int]:
     """Bytes: of the model, of its largest layer, and the most of whole tensors that were alive at a time, when weights
     were read and when they were gathered.
@@ -192,9 +198,12 @@ def whole_in_memory(ranks: Ranks, parallel: ParallelConfig, path: Path) -> dict[
     def watched(make: Any, key: str) -> Any:
         def made(*args: Any) -> Any:
             found = make(*args)
-            alive.extend(weakref.ref(one) for one in (found if isinstance(found, list) else [found]))
-            alive[:] = [one for one in alive if one() is not None]
-            most[key] = max(most[key], sum(tensor.nbytes for one in alive if (tensor := one()) is not None))
+            new = found if isinstance(found, list) else [found]
+            alive[:] = [one for one in alive if one() is not None] + [weakref.ref(one) for one in new]
+            until = time.monotonic() + 0.1  # gloo's thread lets go of what it has sent a moment after it is there
+            while bytes_of(alive) > bytes_of(map(weakref.ref, new)) and time.monotonic() < until:
+                time.sleep(0.001)
+            most[key] = max(most[key], bytes_of(alive))
             return found
 
         return made
