@@ -154,8 +154,11 @@ def _over_for_good(run: RunDir, unless: Callable[[RunDir], bool] = lambda _: Fal
     try:
         yield
     except Exception:
-        if not unless(run):
-            dismiss(run)
+        try:
+            if not unless(run):
+                dismiss(run)
+        except OSError as error:  # the reason must be told also where the same file system stops this
+            log.warning("satellites may still rest in the queue; `areal-hpc stop %s` ends them: %s", run.root, error)
         raise
 
 

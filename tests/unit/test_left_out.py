@@ -223,6 +223,19 @@ def test_whatever_error_ends_a_run_for_good_ends_those_who_rest_for_it(
         assert ended == [run] * number
 
 
+def test_a_file_system_on_which_nobody_can_be_ended_does_not_hide_the_reason(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(_: RunDir) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(launcher, "dismiss", stale)
+    monkeypatch.setattr(Attempts, "supervise", finds(ConfigError("rollout.reward: there is no such module")))
+    with pytest.raises(ConfigError, match=r"rollout\.reward"):
+        start(config)
+    assert f"satellites may still rest in the queue; `areal-hpc stop {run.root}` ends them: [Errno 116]" in caplog.text
+
+
 def test_who_rests_is_left_to_the_attempt_of_another_process_that_is_at_work(
     config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
