@@ -131,17 +131,24 @@ def run_local(
         try:
             outcome = attempts.go(after=newest)
         except (RoleDied, Stalled) as failure:
-            _report_failed(run)
+            _report_if_possible(run)
             warned = isinstance(failure, RoleDied) and _is_told_by_slurm(config, signals)
             if not (warned and committed_a_step(run, newest_epoch(run))):
                 raise
             log.warning("%s", failure)  # a checkpoint that came too late costs its steps, not the weeks that are left
             return EXIT_STOPPED
-    report_run(run)
     code = EXIT_ELSEWHERE if attempts.lost else _exit_code(outcome, run, config)
-    if code not in (EXIT_STOPPED, EXIT_ELSEWHERE):
-        dismiss(run)
+    _conclude(run, goes_on=code in (EXIT_STOPPED, EXIT_ELSEWHERE))
     return code
+
+
+def _conclude(run: RunDir, *, goes_on: bool) -> None:
+    """Tell how far the run came; with its end, who rests for it leaves the queue."""
+    if goes_on:
+        _report_if_possible(run)  # by an error's exit code the batch script would not go on
+    else:
+        dismiss(run)
+        report_run(run)
 
 
 def _exit_code(outcome: str, run: RunDir, config: Config) -> int:
@@ -192,8 +199,9 @@ def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
     return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
 
 
-def _report_failed(run: RunDir) -> None:
-    """How far a run came that has failed. Why it did must be told also where that, such as a full disk, stops this."""
+def _report_if_possible(run: RunDir) -> None:
+    """How far a run came that has failed or goes on: what stops this, such as a full disk, must not hide why it failed,
+    nor keep it from going on."""
     try:
         report_run(run)
     except OSError as error:

@@ -20,6 +20,7 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import with_value
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, DataError, Fenced, RoleDied, Stalled
+from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.fs import read_json
 from areal_hpc.report import status_lines, why_lines
 from areal_hpc.roles import attempts, launcher
@@ -270,6 +271,23 @@ def test_a_run_that_failed_has_a_report_unless_that_fails_too(
     with pytest.raises(AttemptFailed, match="3 attempts in a row"):
         start(config)
     assert len(reported) == 1
+
+
+def test_a_run_that_is_to_go_on_does_so_without_a_report(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batch script goes by the exit code, and by that of an error it would give the weeks up that are left."""
+
+    def full(_: RunDir) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launcher, "report_run", full)
+    monkeypatch.setattr(Attempts, "supervise", lambda *_: "stopped")
+    assert start(with_value(config, "cluster.shape", Shape.SPLIT)) == EXIT_STOPPED
+    assert "there is no report: [Errno 28]" in caplog.text
+    monkeypatch.setattr(Attempts, "supervise", lambda *_: "finished")
+    with pytest.raises(OSError, match="No space left"):
+        start(config, resume=True)
 
 
 def test_an_attempt_that_got_stuck_is_followed_by_another_within_the_same_limit(
