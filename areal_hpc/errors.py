@@ -22,7 +22,7 @@
     │   └── NodeLost                  its node has lost its devices: the run may go on, without that node
     └── Stalled                       nobody in the run gets on; says who waits for whom
 
-All are picklable: they are built from one message, so they cross process borders unchanged.
+All are picklable: made of one message (NodeLost of a node's name, too), they cross process borders unchanged.
 """
 
 from __future__ import annotations

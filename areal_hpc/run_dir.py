@@ -27,6 +27,7 @@ class RunDir:
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
+    evaluations/step-00000020.json   results
     archive/                         trained groups in HDF5, if they are archived
     weights/                         the disk transport's versions
     model/                           of an evaluation alone: the checkpoint that it is of
