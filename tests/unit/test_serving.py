@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from areal_hpc import waits
 from areal_hpc.liveness.picture import Seen, hung_engines
 from areal_hpc.roles.wiring.serving import Meter, Told
 from areal_hpc.waits import LEADER, Wait, achieved, open_waits
@@ -66,3 +68,19 @@ def test_what_the_run_records_of_it_is_its_load_alone() -> None:
         return {"version": 1, "running": 1, "queued": 0, "tokens": 5, "held": False, "loading": None}
 
     assert asyncio.run(Told(look).look()) == {"version": 1, "running": 1, "queued": 0, "tokens": 5}
+
+
+def test_a_pause_has_lasted_since_it_began_however_often_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused, moment = iter([True, True, False, True]), iter([100.0, 107.0, 107.0, 130.0, 131.0])
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: next(moment)))
+
+    async def look() -> Mapping[str, Any]:
+        return {"running": 0, "queued": 3, "tokens": 0, "held": next(paused)}
+
+    told, lasted = Told(look), []
+    asyncio.run(told.look())
+    for _ in range(3):
+        asyncio.run(told.look())
+        lasted.append([wait.seconds for wait in open_waits()])
+    assert lasted == [[7.0], [], [1.0]]
+    told._hold.close()

@@ -116,20 +116,23 @@ class Told:
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
         self._sampled, self._loading = 0, None
+        self._held = False
         self._hold = ExitStack()
 
     async def look(self) -> Mapping[str, Any]:
         """What it answers of its load."""
         seen = dict(await self._look())
-        loading, held = seen.pop("loading", None), seen.pop("held")
+        loading, held = seen.pop("loading", None), bool(seen.pop("held"))
         if seen["tokens"] > self._sampled:
             advance("tokens generated", seen["tokens"] - self._sampled)
         if loading != self._loading:
             advance("looks at weights that it loads")
         self._sampled, self._loading = seen["tokens"], loading
-        self._hold.close()
-        if held:
+        if held and not self._held:
             self._hold.enter_context(waiting("weights; it is paused", LEADER, limit_s=None))
+        elif not held:
+            self._hold.close()
+        self._held = held
         return seen
 
 
