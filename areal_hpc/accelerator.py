@@ -104,7 +104,7 @@ def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
     import torch
 
     given = environment.get(row.visible_devices, "")
-    number, found = len(given.split(",")) if given else 0, torch.accelerator.device_count()
+    number, found = sum(bool(name.strip()) for name in given.split(",")), torch.accelerator.device_count()
     if found < number:
         raise DevicesLost(
             f"{socket.gethostname()} was to compute on {row.visible_devices}={given}, and torch finds {found} of these "
