@@ -17,7 +17,8 @@ class LoraConfig:
     rank: int = 0
     """Width of the adapters that are trained while the model itself is frozen; 0 trains the model. A critic is always
     trained whole. Engines are sent adapters alone; with SGLang and vLLM they are merged there, which costs a copy of
-    the frozen weights in the host memory of each rank of an engine, whole."""
+    the frozen weights in the host memory of each rank of an engine, whole. The stages of a pipeline are sent the model
+    with the adapters in it."""
     alpha: float = 32.0
     """What an adapter computes counts `alpha / rank` times; with it grows how far a step of the optimizer goes."""
     target_modules: tuple[str, ...] = (*ATTENTION, *FEED_FORWARD)

@@ -55,9 +55,6 @@ class Answers:
     def __init__(self) -> None:
         self._by_call: dict[str, Stored] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_call)
-
     def keep(self, call: str, stored: Stored) -> None:
         self._by_call[call] = stored
 

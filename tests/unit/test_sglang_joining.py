@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,8 @@ from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.generation.sglang.joining import FORMING, Joining, join_patiently
 from areal_hpc.transfer import GroupAddress
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
+"""The trainer's process is started while an engine waits for it already."""
 
 
 @dataclass
@@ -30,10 +31,14 @@ class Scheduler:
     tp_rank: int
     joining: Joining
     groups: dict[str, Any] = field(default_factory=dict)
+    others: list[bool] = field(default_factory=list)
+    """Votes of the engine's other ranks, one after the other; afterwards they say yes."""
 
     def join(self, address: GroupAddress, rank_offset: int = 1) -> Any:
         runner = SimpleNamespace(tp_rank=self.tp_rank, _model_update_group=self.groups)
-        updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=runner)))
+        updater = SimpleNamespace(
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=runner)), tp_cpu_group=self.others
+        )
         request = SimpleNamespace(
             master_address=address.host,
             master_port=address.port,
@@ -52,6 +57,12 @@ def structs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dist, "all_reduce", vote)
+
+
+def vote(agreed: torch.Tensor, operation: Any, *, group: list[bool]) -> None:
+    assert operation == dist.ReduceOp.MIN
+    agreed.mul_(int(group.pop(0) if group else True))
 
 
 @pytest.fixture
@@ -119,6 +130,25 @@ def test_a_group_that_nobody_wants_any_more_keeps_none_waiting_that_comes_after_
     takes_part(engine, address_of(store, "w-1-4"))
     assert engine.join(address_of(store, "w-1-3")).message == FORMING
     takes_part(engine, address_of(store, "w-1-3"))
+    for group in engine.groups.values():
+        leave_group(group)
+
+
+@pytest.mark.parametrize("all_enter", [True, False])
+def test_the_first_rank_tells_what_became_of_all_since_it_alone_is_heard(store: Any, all_enter: bool) -> None:
+    """What is sent to a group that another rank does not have, that rank would never receive."""
+    engine = Scheduler(0, Joining(limit_s=LIMIT_S))
+    address = replace(address_of(store, f"w-2-{all_enter}"), world_size=1)
+    engine.others += [False, False, True, all_enter]  # not so far twice; so far; and has the group, or has it not
+    assert engine.join(address, rank_offset=0).message == FORMING
+    engine.joining.entering[address].result(LIMIT_S)
+    assert engine.join(address, rank_offset=0).message == FORMING
+    assert engine.groups == {}
+    told = engine.join(address, rank_offset=0)
+    assert engine.others == []
+    assert told.success is all_enter
+    assert list(engine.groups) == ([address.name] if all_enter else [])
+    assert all_enter or told.message == "another rank of this engine did not enter group 'w-2-False'"
     for group in engine.groups.values():
         leave_group(group)
 

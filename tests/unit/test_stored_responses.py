@@ -157,9 +157,8 @@ def test_each_message_is_kept_once_however_long_the_conversation(hermes: ChatRen
                 )
                 sent += [new, {"role": "assistant", "content": given.output_text}]
                 previous = given.id if by_id else openai.omit
-            answers = service.session.answers
-            last = answers.find(service.session.call_of(given.id))
-            assert last is not None and len(last.way()) == len(answers) == 12
+            last = service.session.answers.find(service.session.call_of(given.id))
+            assert last is not None and len(last.way()) == 12
             assert [len(one.messages) for one in last.way()] == [1] * 12
             assert [(one["role"], one["content"]) for one in last.conversation()] == [
                 (one["role"], one["content"]) for one in sent

@@ -5,10 +5,11 @@ not come. Here a thread of each scheduler enters:
 
     client                      tokenizer's process            each scheduler
     init_weights_update_group   asks                           a thread begins to enter; "it is forming"
-                                asks again, and again          "it is forming"
-                                tells what came of it          has the group, or says why not
+                                asks again, and again          "it is forming", until all ranks have come to an end
+                                tells what came of it          all ranks have the group, or the first says why not
 
-A group that did not form has no members left here, and its name can be forgotten.
+The first rank alone is heard, so they vote. A group that did not form has no members left here, and its name can be
+forgotten.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from areal_hpc.collective import join_group
+from areal_hpc.collective import join_group, leave_group
 from areal_hpc.generation.served.session import not_formed
+from areal_hpc.generation.sglang.votes import all_agree
 from areal_hpc.transfer import GroupAddress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FORMING = "areal_hpc: the group is forming"
-"""What a scheduler says of a group that it has begun to enter; of several ranks' words SGLang makes one text."""
+"""What a scheduler says of a group that its ranks have not all entered; of several such words SGLang makes one text."""
 POLL_S = 0.05
 
 
@@ -51,7 +53,7 @@ class Joining:
     limit_s: float
     entering: dict[GroupAddress, Future[ProcessGroup]] = field(default_factory=dict)
     outcomes: dict[GroupAddress, str] = field(default_factory=dict)
-    """What became of each: empty of one that was entered. Asked again and again while other ranks are not so far."""
+    """What became of each: empty of one that was entered. Asked again while another scheduler is not so far."""
 
     def join(self, _: Callable[..., Any], updater: Any, request: Any) -> Any:
         """Begin to enter, or say how that stands."""
@@ -68,9 +70,9 @@ class Joining:
         if address not in self.outcomes and address not in self.entering:
             self.entering[address] = self._begin(address, request.rank_offset + runner.tp_rank)
         if address in self.entering:
-            if not self.entering[address].done():
+            if not all_agree(updater, self.entering[address].done()):
                 return Output(success=False, message=FORMING)
-            self.outcomes[address] = self._end(self.entering.pop(address), address, runner._model_update_group)
+            self.outcomes[address] = self._end(self.entering.pop(address), address, updater)
         failed = self.outcomes[address]
         return Output(success=not failed, message=failed or f"Joined group {address.name}.")
 
@@ -80,8 +82,13 @@ class Joining:
         pool.shutdown(wait=False)
         return entering
 
-    def _end(self, entered: Future[ProcessGroup], address: GroupAddress, groups: dict[str, ProcessGroup]) -> str:
-        if (error := entered.exception()) is None:
-            groups[address.name] = entered.result()
+    def _end(self, entered: Future[ProcessGroup], address: GroupAddress, updater: Any) -> str:
+        """Keep the group if all ranks are in it, else leave it; why not all are, as far as is known here."""
+        error = entered.exception()
+        if all_agree(updater, error is None):
+            updater.tp_worker.model_runner.weight_updater._model_update_group[address.name] = entered.result()
             return ""
-        return not_formed(address, self.limit_s, error)
+        if error is not None:
+            return not_formed(address, self.limit_s, error)
+        leave_group(entered.result())
+        return f"another rank of this engine did not enter group {address.name!r}"

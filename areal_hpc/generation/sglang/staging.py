@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation import manifest
 from areal_hpc.generation.served.arrivals import Arrivals
+from areal_hpc.generation.sglang.votes import all_agree
 from areal_hpc.weight_files import MANIFEST, read_update
 
 # -- in the tokenizer's process, which else waits until no request runs
@@ -170,7 +171,7 @@ class Staged:
         """Load what has come: on all ranks of the engine, or on none; what went wrong."""
         self.is_open = False
         failed = self._failure() or self.arrivals.lacks()
-        if not _all_agree(updater, not failed):
+        if not all_agree(updater, not failed):
             return failed or "another rank of this engine has not got all of the weights"
         updaters = [runner.weight_updater for _, runner in updater._select_runners()]
         for one in updaters:
@@ -179,7 +180,7 @@ class Staged:
         for one in updaters:
             one.end_weight_update(run_post_load=False)
         wrong = next((message for success, message in outcomes if not success), "")
-        if not _all_agree(updater, not wrong):
+        if not all_agree(updater, not wrong):
             return wrong or "another rank of this engine could not load the weights"
         self.arrivals.settle()
         return ""
@@ -187,10 +188,3 @@ class Staged:
 
 def _told(output: type[Any], failed: str, **more: Any) -> Any:
     return output(success=not failed, message=failed or "Success", **more)
-
-
-def _all_agree(updater: Any, here: bool) -> bool:
-    """Whether all ranks of the engine say yes."""
-    agreed = torch.tensor([int(here)])
-    torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN, group=updater.tp_cpu_group)
-    return bool(agreed.item())
