@@ -104,13 +104,19 @@ def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
     import torch
 
     given = environment.get(row.visible_devices, "")
-    number, found = sum(bool(name.strip()) for name in given.split(",")), torch.accelerator.device_count()
+    number, found = _num_named(given), torch.accelerator.device_count()
     if found < number:
         raise DevicesLost(
             f"{socket.gethostname()} was to compute on {row.visible_devices}={given}, and torch finds {found} of these "
             f"{number} there; leave that node out (cluster.all.exclude), or name in {row.visible_devices} those that "
             "are there"
         )
+
+
+def _num_named(given: str) -> int:
+    """How many devices a process sees of those that it was given: of parts of GPUs (MIG) CUDA shows one alone."""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    return 1 if any(name.startswith("MIG-") for name in names) else len(names)
 
 
 def _is_built_for_devices() -> bool:

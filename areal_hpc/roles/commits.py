@@ -59,6 +59,8 @@ from areal_hpc.waits import waiting
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
+SPARE = 16 << 20
+"""Bytes that a checkpoint leaves for the journal, records and logs."""
 SPACE_LOOK_S = 5.0
 """How often free space is looked at, at most."""
 
@@ -198,7 +200,7 @@ class Commits:
         self._next_look_s = now + SPACE_LOOK_S
         run = self._process.run
         problem = low_space(run.ring, self._process.config.buffer.min_free_mb)
-        if problem is None or self._size is None or not has_room(run.checkpoints, self._size):
+        if problem is None or self._size is None or not has_room(run.checkpoints, self._size + SPARE):
             return False
         log.warning("a checkpoint now, so that the ring can let go of more: %s", problem)
         return True

@@ -155,34 +155,38 @@ class TrainingLoop:
 
     def claim(self) -> list[GroupRef] | None:
         """The step's groups, the same on every rank; None when the run is to stop."""
-        began, deserted_s = self.clock(), self.deserted_s()
+        began = self.clock()
+        since = began - self.deserted_s()
         what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
             with waiting(what, *self.workers, limit_s=self.pace.starve_s):
-                refs, first = self._wait_for_groups(began - deserted_s) if self.reader is not None else (None, None)
+                refs, first = self._wait_for_groups(since) if self.reader is not None else (None, None)
             shared, first = self.ranks.share([None if refs is None else [ref.record() for ref in refs], first])
             if first is None:
                 break
             if first == CATCH_UP:
                 self.catch_up(self.step, self.backend.weights)
             else:
+                saving = self.clock()
                 self.save()
                 self.settle(True)
+                since += self.clock() - saving  # for which no worker is to blame
         stop = self.ranks.any(self.stop_requested())
         self.seconds["wait"] = self.clock() - began
         return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
 
-    def _wait_for_groups(self, began: float) -> tuple[list[GroupRef] | None, str | None]:
+    def _wait_for_groups(self, since: float) -> tuple[list[GroupRef] | None, str | None]:
         """The groups, or None and what all ranks must do first, CATCH_UP or SAVE; None for both where a stop is due.
 
         Args:
-            began: when the wait did, less the time that the run had been deserted by then.
+            since: when the wait began, less the time that the run had been deserted by then, plus that of checkpoints
+                made meanwhile.
         """
         assert self.reader is not None
         while not self.stop_requested():
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs, None
-            deadline = began + self.deserted_s() + self.pace.starve_s
+            deadline = since + self.deserted_s() + self.pace.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
             if self.behind():
                 return None, CATCH_UP

@@ -64,7 +64,8 @@ def test_fault_17_who_was_given_devices_and_finds_none_does_not_compute_on_the_c
 
 
 @pytest.mark.parametrize(
-    ("given", "there"), [("", 0), ("3", 1), ("0,1", 2), ("3,", 1), ("GPU-8f,GPU-9c", 2), ("NoDevFiles", 1)]
+    ("given", "there"),
+    [("", 0), ("3", 1), ("0,1", 2), ("3,", 1), ("GPU-8f,GPU-9c", 2), ("NoDevFiles", 1), ("MIG-8f,MIG-9c", 1)],
 )
 def test_fault_17_who_finds_all_that_it_was_given_computes_on_it(
     monkeypatch: pytest.MonkeyPatch, given: str, there: int

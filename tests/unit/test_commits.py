@@ -277,7 +277,7 @@ def test_fault_40_a_checkpoint_is_worth_it_where_space_is_short_and_it_finds_roo
     space.free = 257 << 20
     assert not world.commits.would_make_room(), "workers go on"
     taken = sum(path.stat().st_size for path in world.path(1).iterdir() if path.name != "MANIFEST.json")
-    for free, expected in ((taken, False), (taken + 1, True)):
+    for free, expected in ((taken + commits.SPARE, False), (taken + commits.SPARE + 1, True)):
         space.free = free
         assert world.commits.would_make_room() is expected
     later: Any = SimpleNamespace(reader=world.reader)

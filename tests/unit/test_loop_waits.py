@@ -116,6 +116,25 @@ def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
     assert world.calls == ["commit 0", "durable"]
 
 
+def test_the_time_of_such_a_checkpoint_is_not_the_workers() -> None:
+    world = World()
+    seconds, commit = [0.0], world.loop.commit
+
+    def a_second_later() -> bool:
+        seconds[0] += 1.0
+        return False
+
+    def slow(step: int) -> None:
+        seconds[0] += 1000.0
+        commit(step)
+
+    world.loop.pressed, world.loop.commit, world.loop.stop_requested = lambda: True, slow, a_second_later
+    world.loop.clock = lambda: seconds[0]
+    with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
+        world.loop.run()
+    assert 1060 <= seconds[0] <= 1065
+
+
 def test_a_stop_while_waiting_commits_the_step_that_is_done() -> None:
     world = World(total_steps=100)
     stop_requested = world.stop_requested

@@ -328,7 +328,7 @@ def test_changes_alone_are_read_from_a_directory_too_and_a_checkpoint_is_sglangs
     assert (whole["bytes_saved"], changes["bytes_saved"] > 0) == (0, True)
     assert world.holds(after)
     assert world.noted == ["flush", "1", "flush", "2"]
-    assert world.votes == [True] * 4, "that it has all, and that it has loaded it"
+    assert world.votes == [False, True, True] * 2, "not SGLang's to read; that it has all, and that it has loaded it"
     checkpoint = SimpleNamespace(model_path=str(tmp_path))
     assert world.staged.read(theirs, world.updater, checkpoint) == THEIRS
 
@@ -344,7 +344,16 @@ def test_a_file_that_is_cut_short_is_taken_by_no_rank(make: Make, tmp_path: Path
     world.votes.clear()
     told = world.staged.read(theirs, world.updater, SimpleNamespace(model_path=str(directory), weight_version="2"))
     assert not told.success and "cannot be taken" in told.message
-    assert world.votes == [False]
+    assert world.votes == [False, False]
+
+
+def test_an_update_that_one_rank_does_not_see_yet_is_taken_by_no_rank(make: Make, tmp_path: Path) -> None:
+    world = make(keeps=True)
+    world.others_agree = False
+    told = world.staged.read(theirs, world.updater, SimpleNamespace(model_path=str(tmp_path), weight_version="2"))
+    assert not told.success and "cannot be taken" in told.message
+    assert world.votes == [True, False], "by itself it would have had SGLang read the directory"
+    assert world.noted == []
 
 
 def test_adapters_that_come_alone_are_loaded_as_the_weights_that_they_make(make: Make, tmp_path: Path) -> None:

@@ -125,9 +125,13 @@ class Staged:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
         directory = Path(request.model_path)
-        if not (directory / MANIFEST).is_file():
+        is_theirs = not (directory / MANIFEST).is_file()
+        if all_agree(updater, is_theirs):  # a file system may show it to one rank sooner than to another
             return original(updater, request)
-        if not self._open():
+        if is_theirs:
+            self._open()
+            self.failed = f"{directory} cannot be taken: its {MANIFEST} is not to be seen from here"
+        elif not self._open():
             try:
                 self.arrivals.new.update(self.arrivals.taken(read_update(directory)))
             except (WeightUpdateError, SafetensorError, OSError) as error:

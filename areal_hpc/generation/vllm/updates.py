@@ -250,8 +250,8 @@ class WeightUpdates:
         Raises:
             WeightUpdateError: they cannot, or were too late for the trainer.
         """
-        self._until(lambda: all(self._workers("areal_ready")), "what adapters are merged into is still being read")
         began = time.monotonic()
+        self._until(lambda: all(self._workers("areal_ready")), "what adapters are merged into is still being read")
         self._workers(method, *arguments, str(self._loaded), how_far=self.how_far)
         if (took := time.monotonic() - began) <= self._timeout_s:
             self._num_late = 0
