@@ -15,15 +15,19 @@ from typing import Any, cast
 
 import pytest
 
+from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.checkpoint import verify
 from areal_hpc.config.load import load
 from areal_hpc.fs import publish_json
 from areal_hpc.roles import evaluator
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.trainer import Member
+from areal_hpc.roles.wiring.carried import carried_on
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Recorder
 from areal_hpc.training.ranks import Ranks
+from areal_hpc.types import WeightVersion
+from areal_hpc.watermark import Watermark
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 LIMIT_S = 20.0
@@ -49,6 +53,12 @@ def in_time(call: Callable[[], Any]) -> Any:
 
 
 def test_fault_12_the_trainer_hears_it_while_it_waits_for_the_first_evaluation(process: RoleProcess) -> None:
+    first = WeightVersion(1, 0)
+    claim_epoch(process.run, {})
+    begun = StartRecord(
+        parent=None, version=first, consumed=Watermark(), fingerprint="", carried=carried_on(process.run, None)
+    )
+    write_start(process.run, process.epoch, begun)
     polls = []
 
     def poll() -> None:
