@@ -26,6 +26,8 @@ ATTEMPTS = 4
 """How often a call that may be repeated is made, with growing pauses in between."""
 
 JSON = {"Content-Type": "application/json"}
+LONGEST = 600
+"""Characters of an answer that an error repeats: what to do stands at its end, behind paths and others' words."""
 IDLE_S = 2.0
 """Longest time for which a connection lies idle and is still used; uvicorn, under SGLang and vLLM, closes after 5 s."""
 
@@ -194,4 +196,4 @@ def _decoded(data: bytes) -> Any:
 def excerpt(answer: Any) -> str:
     """An answer as an error message can carry it."""
     text = str(answer)
-    return text if len(text) <= 300 else text[:300] + " ..."
+    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
