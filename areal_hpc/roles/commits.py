@@ -103,7 +103,7 @@ class Commits:
         self._process, self._ranks, self._backend, self._side = process, ranks, backend, side
         self._background = checkpoint.Background[Durable | None]()
         self._verified: list[Path] = []
-        self._size = None if newest is None else checkpoint.size_of(newest)  # of a checkpoint, in bytes
+        self._newest = newest
         self._next_look_s = 0.0  # on the monotonic clock
 
     def begin(self, step: int, weights: int | None) -> None:
@@ -172,7 +172,7 @@ class Commits:
             self._backend.complete(str(place))
             archived()
 
-        written = checkpoint.write(
+        self._newest = checkpoint.write(
             run,
             version,
             save,
@@ -181,7 +181,6 @@ class Commits:
             layout={"ranks": self._ranks.size},
             still_leader=lambda: check_fence(run, process.epoch),
         )
-        self._size = checkpoint.size_of(written)
         check_fence(run, process.epoch)  # what a successor goes on from is not ours to delete
         self._verified = checkpoint.prune(run, load_lineage(run, process.epoch + 1), self._keep(), self._verified)
         seconds = time.monotonic() - began
@@ -200,7 +199,9 @@ class Commits:
         self._next_look_s = now + SPACE_LOOK_S
         run = self._process.run
         problem = low_space(run.ring, self._process.config.buffer.min_free_mb)
-        if problem is None or self._size is None or not has_room(run.checkpoints, self._size + SPARE):
+        if problem is None or self._newest is None:
+            return False
+        if not has_room(run.checkpoints, checkpoint.size_of(self._newest) + SPARE):
             return False
         log.warning("a checkpoint now, so that the ring can let go of more: %s", problem)
         return True
