@@ -26,7 +26,7 @@ always have more to do than they can, an evaluation would never end else."""
 
 
 def token_of(process: RoleProcess, index: int, incarnation: int) -> str:
-    """The same for an engine of this attempt; kept out of this process's log."""
+    """The ``engine_token`` of an engine of this attempt; kept out of this process's log."""
     token = engine_token(process.token, process.epoch, index, incarnation)
     add_secret(token)
     return token
