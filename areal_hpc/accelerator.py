@@ -113,9 +113,14 @@ def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
         )
 
 
+def devices_named(given: str) -> list[str]:
+    """The names in what a process was given; a comma behind the last is none."""
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
 def _num_named(given: str) -> int:
     """How many devices a process sees of those that it was given: of parts of GPUs (MIG) CUDA shows one alone."""
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names = devices_named(given)
     return 1 if any(name.startswith("MIG-") for name in names) else len(names)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.accelerator import CUDA, NPU
+from areal_hpc.accelerator import CUDA, NPU, devices_named
 from areal_hpc.config.derived import engine_ranks
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
@@ -29,7 +29,7 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> d
         return {}
     bound = [name for name in BINDING if environment.get(name)]
     return {
-        name: ",".join(environment[name].split(",")[number] if bound else str(number) for number in devices)
+        name: ",".join(devices_named(environment[name])[number] if bound else str(number) for number in devices)
         for name in bound or BINDING
     }
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from areal_hpc.accelerator import devices_named
 from areal_hpc.cluster.components import engines_of_node, satellite_of
 from areal_hpc.cluster.devices import BINDING, visible_devices
 from areal_hpc.cluster.local import NO_VARIABLES, Ended, LocalLauncher
@@ -89,7 +90,7 @@ def device_blocks(config: Config, num_engines: int | None, environment: Mapping[
         ConfigError: there are too few.
     """
     bound = next((environment[name] for name in BINDING if environment.get(name)), "")
-    num_devices = len(bound.split(",")) if bound else satellite_of(config).gpus or devices_here(config)
+    num_devices = len(devices_named(bound)) if bound else satellite_of(config).gpus or devices_here(config)
     size = engine_ranks(config)
     most = engines_of_node(config, num_devices)
     number = most if num_engines is None else num_engines

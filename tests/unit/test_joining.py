@@ -126,6 +126,7 @@ def test_who_may_join(run: RunDir) -> None:
         ((), None, {"CUDA_VISIBLE_DEVICES": "4,6"}, [(0,), (1,)]),
         ((), None, {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, [(0,), (1,), (2,)]),
         ((), 1, {"CUDA_VISIBLE_DEVICES": "4,6"}, [(0,)]),
+        ((), None, {"CUDA_VISIBLE_DEVICES": "4,"}, [(0,)]),
         (("layout=sglang:d1t2+fsdp:d1",), None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, [(0, 1), (2, 3)]),
         (("cluster.generation.gpus=4", "cluster.shape=satellites"), None, {}, [(0,), (1,), (2,), (3,)]),
     ],
