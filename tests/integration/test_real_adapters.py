@@ -165,6 +165,15 @@ def test_adapters_arrive_alone_in_the_middle_of_an_answer_and_are_merged_as_the_
     asyncio.run(scenario())
 
 
+async def publish_and_judge(world: World, client: EngineClient, transport: Any, version: int) -> None:
+    """Adapters of ``version`` arrive and are sampled with; the last that is wanted of both ends."""
+    await transport.publish(version, iter(world.versions[version].items()))
+    after = await client.generate(asked(30))
+    np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
+    await transport.close()
+    await client.close()
+
+
 @pytest.mark.parametrize("kind", ["broadcast", "disk"])
 def test_adapters_of_other_weights_are_refused_and_the_right_ones_mend_it(
     world: World, tmp_path: Path, kind: str
@@ -176,11 +185,7 @@ def test_adapters_of_other_weights_are_refused_and_the_right_ones_mend_it(
         with pytest.raises(WeightUpdateError, match=r"engine-0.*of other weights than those in .*see that model\.path"):
             await transport.publish(version, iter((adapters | {BASE: torch.tensor([3])}).items()))
         transport.membership.admit(client)
-        await transport.publish(version, iter(adapters.items()))
-        after = await client.generate(asked(30))
-        np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
-        await transport.close()
-        await client.close()
+        await publish_and_judge(world, client, transport, version)
 
     asyncio.run(scenario())
 
@@ -201,13 +206,9 @@ def test_D24_an_engine_that_is_cut_off_from_its_group_samples_on_and_is_done_wit
             await joining
         assert time.monotonic() - began < 3 * LIMIT_S
         await client.prepare()
-        version, adapters = world.next_version()
+        version, _ = world.next_version()
         transport = world.transport("broadcast", client, world.directory, delta=False)
-        await transport.publish(version, iter(adapters.items()))
-        after = await client.generate(asked(30))
-        np.testing.assert_allclose(after.logprobs, world.logprobs(after), atol=TOLERANCE, rtol=0)
-        await transport.close()
-        await client.close()
+        await publish_and_judge(world, client, transport, version)
 
     asyncio.run(scenario())
 

@@ -67,6 +67,15 @@ async def begun(client: EngineClient) -> None:
     assert (await post(client, "/begin_weight_update", {}))[0] == 200
 
 
+async def steps_of_an_update(client: EngineClient, weights: dict[str, torch.Tensor]) -> list[tuple[int, str]]:
+    """Status and message of each."""
+    return [
+        await post(client, "/begin_weight_update", {}),
+        await post(client, "/update_weights_from_distributed", specs_of(weights)),
+        await post(client, "/end_weight_update", {}),
+    ]
+
+
 def test_weights_arrive_whole_or_the_engine_serves_nothing(
     drive: Drive, model: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
@@ -139,11 +148,7 @@ def test_a_worker_that_fails_half_way_quarantines_the_engine(
     async def scenario(client: EngineClient, engine: Any) -> None:
         await begun(client)
         engine.llm.failing = method
-        answers = [
-            await post(client, "/begin_weight_update", {}),
-            await post(client, "/update_weights_from_distributed", specs_of(model[1])),
-            await post(client, "/end_weight_update", {}),
-        ]
+        answers = await steps_of_an_update(client, model[1])
         assert any("no route to host" in message for status, message in answers if status == 400)
         with pytest.raises(GenerationError, match="quarantined"):
             await client.generate(asked(3))
@@ -158,11 +163,7 @@ def test_D24_a_worker_that_hangs_in_an_update_ends_the_server_so_that_it_is_star
     async def scenario(client: EngineClient, engine: Any) -> None:
         await begun(client)
         engine.llm.hanging = method
-        answers = [
-            await post(client, "/begin_weight_update", {}),
-            await post(client, "/update_weights_from_distributed", specs_of(model[1])),
-            await post(client, "/end_weight_update", {}),
-        ]
+        answers = await steps_of_an_update(client, model[1])
         assert any("vLLM's engine has not answered for 0.2 s; it ends" in message for _, message in answers)
         async with asyncio.timeout(20):
             with pytest.raises(EngineLost):
@@ -176,11 +177,7 @@ def test_D24_a_worker_that_hangs_in_an_update_ends_the_server_so_that_it_is_star
 async def update(client: EngineClient, weights: dict[str, torch.Tensor]) -> list[str]:
     """One update in a pause; what was said to each of its steps that failed."""
     await client.pause()
-    answers = [
-        await post(client, "/begin_weight_update", {}),
-        await post(client, "/update_weights_from_distributed", specs_of(weights)),
-        await post(client, "/end_weight_update", {}),
-    ]
+    answers = await steps_of_an_update(client, weights)
     return [message for status, message in answers if status != 200]
 
 
