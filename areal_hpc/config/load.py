@@ -164,7 +164,8 @@ class _Builder:
         return default
 
     def _value(self, hint: Any, given: Sourced, key: str, expected: str = "") -> Any:
-        """``given`` as the type that ``hint`` says; no conversion but int to float, list to tuple, name to enum."""
+        """``given`` as the type that ``hint`` says; no conversion but int to float, list to tuple, name to enum, and of
+        a number to the text that was written."""
         data = given.value
         if isinstance(hint, types.UnionType):
             (inner,) = (choice for choice in typing.get_args(hint) if choice is not types.NoneType)
@@ -179,6 +180,8 @@ class _Builder:
             return origin(data)
         if origin is float and type(data) is int:
             return float(data)
+        if origin is str and type(data) in (int, float):
+            return given.written
         if type(data) is not origin:
             self._mismatch(key, expected or type_name(hint), given)
         return data

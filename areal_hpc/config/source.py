@@ -41,6 +41,8 @@ class Sourced:
 
     value: Any
     where: str
+    written: str = ""
+    """A scalar as it stands there: what is a number to YAML may be an account that begins with zeros."""
 
     def plain(self) -> Any:
         """The value without the places."""
@@ -82,7 +84,7 @@ class _Loader(yaml.SafeLoader):
             return Sourced(self._mapping(node), where)
         if isinstance(node, yaml.SequenceNode):
             return Sourced([self.sourced(item, self.where(item.start_mark)) for item in node.value], where)
-        return Sourced(_scalar(node, where), where)
+        return Sourced(_scalar(node, where), where, node.value)
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Sourced]:
         entries: dict[str, Sourced] = {}

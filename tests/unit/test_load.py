@@ -128,13 +128,20 @@ def test_plain_words_follow_yaml_1_2(word: str, value: Any) -> None:
     assert (type(found), found) == (type(value), value)
 
 
+@pytest.mark.parametrize("written", ["8", "007", "1e3", "2.50", "-1"])
+def test_a_number_where_a_text_belongs_is_the_text_that_was_written(write: Any, written: str) -> None:
+    file = write(MINIMAL + f"cluster: {{all: {{account: {written}, raw: [{written}]}}}}\n")
+    config = load([file], [f"cluster.trainer.gpus_per_node={written}"])
+    assert config.cluster.all.account == config.cluster.trainer.gpus_per_node == config.cluster.all.raw[0] == written
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("seed='3'", "seed: expected int, got the text '3' (override `seed='3'`); write a number, without quotes"),
         ("seed=true", "seed: expected int, got true (override `seed=true`); change it"),
         ("seed=3.0", "seed: expected int, got the number 3.0 (override `seed=3.0`); change it"),
-        ("name=2024", "name: expected str, got the number 2024 (override `name=2024`); put the value in quotes"),
+        ("name=true", "name: expected str, got true (override `name=true`); put the value in quotes"),
         ("name=", "name: expected str, got null (override `name=`); put the value in quotes"),
         (
             "prompts.shuffle=no",
@@ -211,7 +218,7 @@ def test_J6_a_key_given_twice_names_both_lines(write: Any, text: str, lines: tup
 
 
 def test_all_problems_come_in_one_error(write: Any) -> None:
-    message = refused([write("name: 1\nmodel: {dtype: int4}\nsed: 3\nprompts: {train: a}\nrollout: {reward: b}\n")])
+    message = refused([write("name: [1]\nmodel: {dtype: int4}\nsed: 3\nprompts: {train: a}\nrollout: {reward: b}\n")])
     assert message.startswith("the configuration has 5 problems:\n")
     for key in (
         "name: expected",
