@@ -178,10 +178,8 @@ class _Builder:
             return given.plain()
         if issubclass(origin, StrEnum) and data in list(origin):
             return origin(data)
-        if origin is float and type(data) is int:
-            return float(data)
-        if origin is str and type(data) in (int, float):
-            return given.written
+        if type(data) in (int, float) and origin in (float, str):
+            return float(data) if origin is float else given.written
         if type(data) is not origin:
             self._mismatch(key, expected or type_name(hint), given)
         return data
