@@ -152,6 +152,41 @@ def chunks_of(starts: Sequence[int], rank: int, ranks: int) -> Tensor:
     return torch.tensor(mine)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Transformer Engine's and Apex's: AdamW whose groups count the updates, from the first one that they see."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+    ) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for one in group["params"]:
+                if one.grad is not None:
+                    self._update(one, group)
+
+    def _update(self, one: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[one]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(one), torch.zeros_like(one)
+        (beta1, beta2), step = group["betas"], group["step"]
+        state["exp_avg"].lerp_(one.grad, 1 - beta1)
+        state["exp_avg_sq"].lerp_(one.grad.square(), 1 - beta2)
+        mean, square = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
+        one.sub_(group["lr"] * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * one))
+
+
 def linear_of(layer: type) -> type:
     """Megatron's own in the place of Transformer Engine's, which takes tokens and widths by sixteens only."""
 
@@ -192,6 +227,10 @@ def installed() -> Iterator[None]:
             stack.enter_context(mock.patch.dict(sys.modules, {package: module}))
         stack.enter_context(mock.patch.object(extensions, "HAVE_TE", True))
         stack.enter_context(mock.patch.object(extensions, "TEDotProductAttention", TEDotProductAttention))
+        optimizers = importlib.import_module("megatron.core.optimizer")
+        for module in (optimizers, optimizers.distrib_optimizer):
+            stack.enter_context(mock.patch.object(module, "Adam", FusedAdam))
+        stack.enter_context(mock.patch.object(optimizers, "USING_PYTORCH_OPTIMIZER", False))
         for name in ("ColumnParallelLinear", "RowParallelLinear"):
             stack.enter_context(mock.patch.object(extensions, f"TE{name}", linear_of(getattr(layers, name))))
         yield

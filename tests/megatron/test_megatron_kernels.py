@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from layouts import Run
 from stand_ins_of_kernels import installed
-from steps import make, train, trainer, whole_batch
+from steps import make, make_reference, save, train, trainer, weights_of, whole_batch
 
 from areal_hpc.config.schema import Attention, Dtype, ParallelConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
@@ -77,6 +77,30 @@ def test_fp8_is_given_tokens_by_sixteens_and_the_layers_of_transformer_engine(
     for (logprobs, stats), (padded, padded_stats) in run("dp2", with_fp8, models["qwen3"]):
         np.testing.assert_allclose(padded, logprobs, atol=0.05)
         assert padded_stats["grad_norm"] == pytest.approx(stats["grad_norm"], rel=0.05)
+
+
+def continued(ranks: Ranks, parallel: ParallelConfig, path: Path, directory: Path) -> dict[str, Any]:
+    """Weights after three steps, before the last of which the trainer is another one."""
+    with installed():
+        before = make(ranks, parallel, path)
+        train(before, before.data_ranks, 1, 2)
+        save(ranks, before, directory)
+        after = make(ranks, parallel, path)
+        after.load(str(directory))
+        train(after, after.data_ranks, 3, 3)
+    return weights_of(after)
+
+
+def test_an_optimizer_that_counts_the_updates_of_a_group_goes_on_from_their_number(
+    run: Run, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Transformer Engine's, which Megatron takes where it is installed; torch's is what it is held against."""
+    reference = make_reference(models["qwen3"])
+    train(reference, reference.data_ranks, 1, 3)
+    expected = weights_of(reference)
+    for found in run("dp2", continued, models["qwen3"], tmp_path / "checkpoint"):
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, atol=1e-5, err_msg=name)
 
 
 def without(ranks: Ranks, parallel: ParallelConfig, path: Path) -> list[str]:

@@ -157,7 +157,8 @@ class SplitOptimizer:
         for parameter, inner in self._owners.items():
             main, _ = self._range(parameter)
             assert set(inner.optimizer.state[main]) - {"step"} == set(MOMENTS), "a weight was left without its moments"
-            inner.optimizer.state[main]["step"] = torch.tensor(float(num_updates))  # one each: counted up in place
+        for inner in self._inner():
+            _count_from(inner.optimizer, num_updates)
 
     def _range(self, parameter: Parameter) -> tuple[Tensor, slice]:
         """The float32 weights that this rank optimises of the flattened parameter, and which of it they are."""
@@ -165,6 +166,18 @@ class SplitOptimizer:
         group, place = inner.model_param_group_index_map[parameter]
         span = inner._get_model_param_range_map(parameter)["param"]
         return inner.optimizer.param_groups[group]["params"][place], slice(span.start, span.end)
+
+
+def _count_from(optimizer: Any, num_updates: int) -> None:
+    """The updates that moments are corrected by: torch's AdamW counts those of each weight; Transformer Engine's and
+    Apex's, which Megatron prefers where there is one, those of a group.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for main in group["params"]:
+                optimizer.state[main]["step"] = torch.tensor(float(num_updates))  # one each: counted up in place
+        else:
+            group["step"] = num_updates
 
 
 def _held_by(inner: Any) -> Iterator[Parameter]:
