@@ -9,7 +9,7 @@ imports torch has the real one. Two methods of ``Tensor`` cannot be replaced for
 could do nothing but raise here, and ``type()``, which answers Megatron's optimizers as they expect and everybody else
 as ever.
 
-Nothing in a language model that is trained by reinforcement is random, so random states are no states here.
+Nothing in a language model that is trained by reinforcement is random, so random states are empty here.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ def _answer_for(device: str) -> None:
             module.torch = answers  # type: ignore[attr-defined]
     _replace("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", lambda *_, **__: torch.empty(0))
     _replace("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", lambda *_, **__: None)
-    _replace("megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER", _NoRandomStates())
-    _replace("megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
     for name in ("moe_utils", "token_dispatcher"):  # they look for "cuda" before they make a list of sizes
         _replace(f"megatron.core.transformer.moe.{name}", "maybe_move_tensor_to_cpu", _on_host)
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
@@ -126,7 +124,7 @@ def _cuda_on_cpu() -> ModuleType:
         "Stream": _Stream,
         "Event": _Event,
     }
-    answers |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_rng_state"), _nothing)
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "set_device", "manual_seed", "set_rng_state"), _nothing)
     answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0)
     return _Overlay(torch.cuda, answers)
 
@@ -182,17 +180,3 @@ class _Stream:
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
-
-class _NoRandomStates:
-    """In the place of Megatron's tracker of random states: dropout is off and weights are loaded."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def fork(self, *_: Any) -> nullcontext[None]:
-        return nullcontext()
-
-    def get_states(self) -> dict[str, Any]:
-        return {}
-
-    add = reset = set_states = _nothing

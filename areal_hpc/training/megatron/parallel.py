@@ -23,6 +23,8 @@ from areal_hpc.training.ranks import Ranks
 
 ALONE_S = 1800.0
 """Time limit of collectives of a trainer of one rank, which has nobody to wait for."""
+RANDOM_SEED = 1
+"""Of random states that Megatron's layers switch between where they share sequences; with dropout off nobody draws."""
 
 
 def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
@@ -33,6 +35,7 @@ def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
     """
     bootstrap()
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from torch._C._distributed_c10d import HashStore, PrefixStore
 
     if parallel_state.model_parallel_is_initialized():
@@ -67,6 +70,7 @@ def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
         distributed_timeout_minutes=math.ceil(limit_s / 60),
         create_gloo_process_groups=False,
     )
+    model_parallel_cuda_manual_seed(RANDOM_SEED)
 
 
 class Place:
