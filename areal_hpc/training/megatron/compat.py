@@ -179,4 +179,3 @@ class _Stream:
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
-
