@@ -121,7 +121,7 @@ class BucketMemory:
 
     def take(self, num: int, at_home: torch.device | str = "cpu") -> torch.Tensor:
         """uint8 [num]."""
-        device = torch.device(self._device or at_home)
+        device = torch.empty(0, device=self._device or at_home).device  # torch takes "cuda" and "cuda:0" for two
         self._largest = max(self._largest, num)
         oldest = self._used.popleft() if self._reuse and len(self._used) == self._reuse else None
         if oldest is None or oldest.numel() < num or oldest.device != device:

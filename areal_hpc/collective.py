@@ -13,7 +13,7 @@ part of every key of the rendezvous, so a fresh name for each membership can mee
 The trainer's ranks are a group of their own, whose members are called "trainer-0" and so on:
 
     with meeting("the sum of gradients", group):
-        dist.all_reduce(gradients, group=group)
+        dist.all_reduce(gradients, group=group)         has ended when the block does, on devices as well
 
 What these sockets ask for: nothing, alone among those of a run. torch's store takes no secret, and a secret in the
 names of its keys would hide nothing, since it lists them for whoever asks (torch 2.13, both of its servers); gloo and
@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.accelerator import ACCELERATORS, Accelerator
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
     from torch.distributed import ProcessGroup
 
+
+REMEMBERED = 2000
+"""Operations of a process on its groups that torch keeps in mind: some hundred KB."""
 
 _limits: dict[str, float] = {}
 """Time limit of each operation, by the group's name."""
@@ -149,10 +154,29 @@ def store_of(group: ProcessGroup) -> Store:
     return c10d._get_process_group_store(group)
 
 
-def meeting(what: str, group: ProcessGroup) -> AbstractContextManager[object]:
+@contextmanager
+def meeting(what: str, group: ProcessGroup) -> Iterator[None]:
     """Names the wait of a trainer rank for the others, in a collective of ``group``."""
+    import torch
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(group)
     others = (f"trainer-{number}" for rank, number in enumerate(ranks) if rank != group.rank())
-    return waiting(what, *others, limit_s=limit_of(group))
+    with waiting(what, *others, limit_s=limit_of(group)):
+        yield
+        if torch.accelerator.is_available():  # there it has only begun, and whoever reads its result would wait unnamed
+            torch.accelerator.current_stream().synchronize()
+
+
+def remember_operations(path: Path) -> None:
+    """Have torch remember the last operations on the groups that this process makes from now on; when one on devices
+    hangs until its limit, each rank writes its own to ``path`` with its number behind, where torch's flight recorder
+    finds who left whom. What the environment says already, holds.
+    """
+    variables = {
+        "TORCH_FR_BUFFER_SIZE": str(REMEMBERED),
+        "TORCH_FR_DUMP_TEMP_FILE": str(path),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

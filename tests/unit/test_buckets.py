@@ -111,8 +111,9 @@ def test_a_buckets_memory_is_anothers_only_so_many_buckets_later(sizes: list[int
         assert one.data_ptr() not in {other.data_ptr() for other in nearest}
 
 
-def test_memory_is_used_again_until_it_is_to_be_forgotten() -> None:
-    memory = BucketMemory(reuse=2)
+@pytest.mark.parametrize("device", [None, "cpu:0"], ids=["where tensors are", "a device by number"])
+def test_memory_is_used_again_until_it_is_to_be_forgotten(device: str | None) -> None:
+    memory = BucketMemory(device, reuse=2)
     first = [memory.take(size) for size in (10, 20, 15, 20)]
     assert [one.data_ptr() for one in first[2:]] != [one.data_ptr() for one in first[:2]], "10 are too few for 15"
     assert [memory.take(20).data_ptr() for _ in range(2)] == [one.data_ptr() for one in first[2:]], "of the largest"

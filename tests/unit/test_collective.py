@@ -1,19 +1,33 @@
 from __future__ import annotations
 
+import mmap
 import multiprocessing
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from areal_hpc.collective import bracketed, device_for, host_store, join_group, leave_group, unbracketed
+from areal_hpc.collective import (
+    bracketed,
+    device_for,
+    host_store,
+    join_group,
+    leave_group,
+    meeting,
+    remember_operations,
+    unbracketed,
+)
 from areal_hpc.errors import ConfigError
 from areal_hpc.transfer import GroupAddress
+from areal_hpc.waits import open_waits
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 60.0
@@ -89,3 +103,37 @@ def test_each_backend_names_its_device() -> None:
     assert [device_for(backend).name for backend in ("gloo", "nccl", "hccl")] == ["cpu", "cuda", "npu"]
     with pytest.raises(ConfigError, match="smoke"):
         device_for("smoke")
+
+
+def test_the_wait_for_others_is_named_until_a_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the call of an operation returns when it has begun."""
+    seen: list[list[str]] = []
+    stream = SimpleNamespace(synchronize=lambda: seen.append([wait.what for wait in open_waits()]))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    store = host_store(timeout_s=LIMIT_S)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="w-named", world_size=1, backend="gloo")
+    group = join_group(address, 0, LIMIT_S, store)
+    with meeting("the sum of gradients", group):
+        dist.all_reduce(torch.ones(1), group=group)
+        assert not seen
+    assert seen == [["the sum of gradients"]]
+    assert not open_waits()
+    leave_group(group)
+
+
+def test_torch_is_told_to_remember_operations_in_words_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in (*names, "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(names[0], "7")
+    remember_operations(tmp_path / "collectives-")
+    assert os.environ[names[0]] == "7"
+    assert os.environ[names[1]] == str(tmp_path / "collectives-")
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        assert all(code.find(name.encode() + b"\0") >= 0 for name in names)

@@ -52,7 +52,7 @@ def make_fetch(process: RoleProcess) -> Fetch:
 def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes; each on a device of its own."""
     from areal_hpc import accelerator
-    from areal_hpc.collective import host_store, join_group
+    from areal_hpc.collective import host_store, join_group, remember_operations
 
     config = process.config
     # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
@@ -62,6 +62,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
         process.publish_endpoint({})
         return Ranks(device=device)
     timeout_s = collective_s(config)
+    remember_operations(process.attempt.stacks / "collectives-")
     store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
     process.publish_endpoint({} if store is None else {"port": store.port})
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
