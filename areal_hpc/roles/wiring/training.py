@@ -23,6 +23,7 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.journal import Journal
+from areal_hpc.liveness.alone import alone
 from areal_hpc.pretrained.files import read_shapes, trainable
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
@@ -169,6 +170,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         look=roster.look if takes_satellites(config) else nobody_comes_or_goes,
         wait_s=config.limits.start_s,
         desert_s=config.limits.join_s if awaits_satellites(config) else None,
+        in_the_queue=lambda: (told := alone(process.attempt)) is not None and told.is_in_the_queue(),
         min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,
