@@ -139,10 +139,11 @@ def _alone(attempt: AttemptDir, now: float) -> dict[str, str]:
 
 
 def _left_out(run: RunDir, job: JobView | None) -> dict[str, str]:
-    """The nodes without which the newest job and its satellites go on."""
+    """The nodes without which the newest job and its satellites go on, or went; a run outside of Slurm has none."""
     there = [] if job is None else [job.job_id, *job.satellites]
-    told = {who: nodes for who, nodes in left_out(run).items() if job is None or who.partition("_")[0] in there}
-    texts = [f"{', '.join(nodes)} by job {who}" for who, nodes in told.items()]
+    told = {who: nodes for who, nodes in left_out(run).items() if who.partition("_")[0] in there}
+    over = job.job_id if job is not None and job.is_over else ""
+    texts = [f"{', '.join(nodes)} by job {who}{', which is over' * (who == over)}" for who, nodes in told.items()]
     return {"left out": f"{'; '.join(texts)}: without the devices that were asked for"} if texts else {}
 
 
