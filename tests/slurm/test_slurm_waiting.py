@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from cluster import SlurmCluster, wait_for
 from launched import REPOSITORY, arguments
 from slurm_runs import LONGEST_S, OVER, areal, status, submit, typed
 
 from areal_hpc.fs import read_json
 from areal_hpc.liveness.alone import alone
+from areal_hpc.liveness.heartbeat import read_heartbeat
 from areal_hpc.report import prove_run
-from areal_hpc.run_dir import RunDir
+from areal_hpc.run_dir import AttemptDir, RunDir
 
 STEPS = 4
 WORDS = (f"trainer.total_steps={STEPS}", "cluster.all.cpus=4", "cluster.satellites=1", "limits.stop_s=20")
 JOIN_S = 3.0
 
 
+@pytest.mark.long
 def test_a_trainer_waits_for_a_satellite_that_is_in_the_queue_for_longer_than_its_limit_and_says_for_what(
     slurm: SlurmCluster, home: Path, model: Path
 ) -> None:
@@ -33,7 +36,7 @@ def test_a_trainer_waits_for_a_satellite_that_is_in_the_queue_for_longer_than_it
     wait_for("the attempt", lambda: run.attempts.is_dir() and run.newest_attempt(), LONGEST_S, 0.2)
     attempt = run.attempt(1)
     wait_for("Slurm's answer", lambda: (told := alone(attempt)) and told.waits, LONGEST_S, 0.2)
-    wait_for("the trainer to wait", lambda: "an engine to join" in _why(slurm, home, run), LONGEST_S, 0.5)
+    wait_for("the trainer to wait", lambda: _waits(attempt), LONGEST_S, 0.5)
     time.sleep(3 * JOIN_S)  # nothing happens, which is what is to be seen
     told = alone(attempt)
     assert told is not None
@@ -41,7 +44,7 @@ def test_a_trainer_waits_for_a_satellite_that_is_in_the_queue_for_longer_than_it
     assert list(told.waits) == [f"{array}_1"]
     shown = status(slurm, run)["no engine"]
     assert f": {array}_1 in Slurm's queue: {told.waits[f'{array}_1']}: " in shown, shown
-    assert "no engine for 0:00:" in _why(slurm, home, run)
+    assert "no engine for 0:00:" in areal(slurm, home, "why", run.root).stdout
     assert slurm.job(job)[0]["JobState"] == "RUNNING"
 
     slurm.call("scancel", rival)
@@ -52,8 +55,9 @@ def test_a_trainer_waits_for_a_satellite_that_is_in_the_queue_for_longer_than_it
     _assert_all_is_well(run)
 
 
-def _why(slurm: SlurmCluster, home: Path, run: RunDir) -> str:
-    return areal(slurm, home, "why", run.root).stdout
+def _waits(attempt: AttemptDir) -> bool:
+    waits = (read_heartbeat(attempt, "trainer-0") or {"waits": []})["waits"]
+    return "an engine to join" in [wait["what"] for wait in waits]
 
 
 def _assert_all_is_well(run: RunDir) -> None:
@@ -62,6 +66,7 @@ def _assert_all_is_well(run: RunDir) -> None:
     assert read_json(run.summary)["last_step"] == STEPS
 
 
+@pytest.mark.long
 def test_the_scripts_of_trainer_and_satellites_as_they_are(slurm: SlurmCluster, home: Path, model: Path) -> None:
     script = REPOSITORY / "sbatch/train_satellites.sbatch"
     words = [*arguments(home, model), *WORDS, "generation.replicas=0"]

@@ -53,7 +53,7 @@ def make_fetch(process: RoleProcess) -> Fetch:
 def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes; each on a device of its own."""
     from areal_hpc import accelerator
-    from areal_hpc.collective import host_store, join_group
+    from areal_hpc.collective import host_store, join_group, name_at
 
     config = process.config
     # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
@@ -64,7 +64,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
         return Ranks(device=device)
     timeout_s = collective_s(config)
     store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
-    process.publish_endpoint({} if store is None else {"port": store.port})
+    meet = {} if store is None else {"port": store.port, "group": name_at(store, f"{RANKS_GROUP}-{process.epoch}")}
+    process.publish_endpoint(meet)
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
     endpoint, *_ = [process.endpoint_of("trainer", rank) for rank in range(config.trainer.ranks)]
     if config.trainer.torchrun_variables:
@@ -75,7 +76,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     address = GroupAddress(
         host=endpoint["host"],
         port=endpoint["port"],
-        name=f"{RANKS_GROUP}-{process.epoch}",
+        name=endpoint["group"],
         world_size=config.trainer.ranks,
         backend=accelerator.detect().collective,
     )
