@@ -2,9 +2,12 @@
 
 The trainer is rank 0 and hosts the store; engine ranks connect. The way in is the one SGLang takes, step for step, so
 that either end may be theirs: a TCP store, a prefix store under the group's name, then a group of its own. The name is
-part of every key of the rendezvous, so a fresh name for each membership can meet no leftovers of an earlier one.
+part of every key of the rendezvous, so a fresh name for each membership can meet no leftovers of an earlier one; and
+the store knows it by its nonce before anybody is told, so that who comes late, and finds that the port is another
+run's by now, is told so.
 
-    store = host_store(host, timeout_s)                                   trainer; store.port is what engines are told
+    store = host_store(host, timeout_s)                                   trainer; store.port is what engines are told,
+    name = name_at(store, "w-1-0")                                        and the name, such as w-1-0@f10c3a2b9d7e6541
     group = join_group(address, 0, timeout_s, store)                      trainer, while every engine runs
     group = join_group(address, rank, timeout_s)                          engine, the same at the same time
     dist.broadcast(buffer, group=group, group_src=0)                      all of them
@@ -27,6 +30,7 @@ and keep the interface of gloo and NCCL to the cluster's own network (GLOO_SOCKE
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +50,10 @@ if TYPE_CHECKING:
 
 REMEMBERED = 2000
 """Operations of a process on its groups that torch keeps in mind: some hundred KB."""
+NONCE = "@"
+"""Stands between a name and its nonce."""
+KNOWN = "known"
+"""Key, under the group's name, by which a store shows that the group is to form there."""
 
 _limits: dict[str, float] = {}
 """Time limit of each operation, by the group's name."""
@@ -100,6 +108,25 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float) -> TCPStore:
     )
 
 
+def name_at(store: TCPStore, name: str) -> str:
+    """``name`` with a nonce, for a group that is to form at ``store``: no other store knows of it."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    name = f"{name}{NONCE}{secrets.token_hex(8)}"
+    PrefixStore(name, store).set(KNOWN, "")
+    return name
+
+
+def _require_known(store: Store, address: GroupAddress) -> None:
+    import torch.distributed as dist
+
+    if not store.check([KNOWN]):
+        raise dist.DistStoreError(
+            f"the store at {bracketed(address.host)}:{address.port} does not know the group {address.name!r}, so it is "
+            "of another run or attempt, which has that port by now; whoever still needs the group makes a new one"
+        )
+
+
 def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPStore | None = None) -> ProcessGroup:
     """Enter the group as ``rank``; returns when all its ranks are there.
 
@@ -108,7 +135,8 @@ def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPSto
         store: what ``host_store`` returned, on the rank that hosts it.
 
     Raises:
-        torch.distributed.DistError: the store or a member did not come in time.
+        torch.distributed.DistError: the store or a member did not come in time; or the store is another run's, as far
+            as the group's name has a nonce.
         ValueError: this process is in a group of that name already.
     """
     import torch.distributed as dist
@@ -118,12 +146,15 @@ def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPSto
     limit = timedelta(seconds=timeout_s)
     if store is None:
         store = TCPStore(unbracketed(address.host), address.port, is_master=False, timeout=limit)
+    place = PrefixStore(address.name, store)
+    if NONCE in address.name:
+        _require_known(place, address)
     group, _ = c10d._new_process_group_helper(
         address.world_size,
         rank,
         [],  # no ranks of the default group: the members need not share one
         dist.Backend(address.backend),
-        PrefixStore(address.name, store),
+        place,
         group_name=c10d.GroupName(address.name),
         timeout=limit,
     )

@@ -23,7 +23,7 @@ class RunDir:
     attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
                                      state.json mount.json, stall.txt where somebody got stuck,
                                      job.json in a Slurm job, seats/ of engines that joined,
-                                     launches/ of engines that span several nodes
+                                     alone.json while there are none, launches/ of engines that span several nodes
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -210,6 +210,11 @@ class AttemptDir:
     def job(self) -> Path:
         """The Slurm job that the attempt runs in, and its nodes; there for those shapes only."""
         return self.root / "job.json"
+
+    @property
+    def alone(self) -> Path:
+        """That the attempt has no engine, and where satellites are; there as long as that lasts (liveness/alone.py)."""
+        return self.root / "alone.json"
 
     @property
     def mount(self) -> Path:

@@ -87,6 +87,7 @@ class World:
     min_mb_per_s: float = 50.0
     records: list[tuple[str, str]] = field(default_factory=list)
     desert_s: float | None = None
+    in_the_queue: bool = False
     joining: list[StubEngine] = field(default_factory=list)
     away: set[str] = field(default_factory=set)
     plan: dict[int, Any] = field(default_factory=dict)  # so many sleeps from now -> what happens then
@@ -102,6 +103,7 @@ class World:
             look=self.look_around,
             wait_s=30.0,
             desert_s=self.desert_s,
+            in_the_queue=lambda: self.in_the_queue,
             min_mb_per_s=self.min_mb_per_s,
             stopping=lambda: self.stop,
             record=lambda _, values: self.records.append((values["engine"], values["event"])),

@@ -3,8 +3,8 @@
     again             where a site requeues: the same job; elsewhere a new one, with the same script and arguments
     again HOLD        the same, held: the argument is scontrol's or sbatch's own word for it
 
-It is the one place that does, and it does so once. Nodes that have failed the job are named, a line each, in the file
-that ``AVOIDED`` names (``liveness/left_out.py`` writes it), and are left out from then on: a requeued job is
+It is the one place that does, and it does so once. Nodes that have failed the job are named, a file each, in the
+directory that ``AVOIDED`` names (``liveness/left_out.py`` makes them), and are left out from then on: a requeued job is
 changed while it waits in the queue, which is when Slurm lets its owner do that; a new one is told by sbatch. What a
 component left out before, it still leaves out.
 """
@@ -20,13 +20,13 @@ HEAD = """\
 me=$SLURM_JOB_ID
 [ -z "${{SLURM_ARRAY_JOB_ID:-}}" ] || me=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 
-# In this file the run names nodes that have failed it. They and those of before, of each component a line:
+# In this directory the run names nodes that have failed it. They and those of before, of each component a line:
 export {avoided}={file}"$me"
 left_out() {{
   local before
-  [ -s "${avoided}" ] || return 0
+  [ -d "${avoided}" ] || return 0
   patiently scontrol show job -o "$me" | grep -oE ' ExcNodeList=[^ ]+' | cut -d= -f2 | while read -r before; do
-    {{ [ "$before" = "(null)" ] || scontrol show hostnames "$before"; cat "${avoided}"; }} | sort -u | paste -sd,
+    {{ [ "$before" = "(null)" ] || scontrol show hostnames "$before"; cat "${avoided}"/*; }} | sort -u | paste -sd,
   done
 }}
 
@@ -58,8 +58,8 @@ again() {{
   asked=$(patiently sbatch --parsable {options} "$@" \\
     "${{except[@]}}" "$0" "${{words[@]}}")
   asked=$(grep -m1 -oE '^[0-9]+' <<<"$asked") || return 1
-  [ ! -s "${avoided}" ] ||
-    cp "${avoided}" {file}"$asked${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
+  [ ! -d "${avoided}" ] ||
+    cp -r "${avoided}" {file}"$asked${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
 {handover}
   echo "areal-hpc: {said}"
 }}

@@ -4,7 +4,7 @@
     queued_beside(...) squeue: the same, and how many tasks of arrays are in which state
     states(jobs)       squeue, and sacct of those that the controller has forgotten: state of each component
     accounted(jobs)    sacct: how each of its incarnations ended, and which step failed first
-    places(jobs)       squeue: where it has each of several jobs, and whether it is held
+    places(jobs)       squeue: where it has each of several jobs, why it waits there, and whether it is held
     cancel(jobs)       scancel: whole jobs
     release(jobs)      scontrol: jobs that are held may start
     submit_script(...) sbatch: a script that is nothing but one
@@ -31,7 +31,7 @@ UNKNOWN_JOB = "Invalid job id specified"
 OVER = (UNKNOWN_JOB, "already completing or completed")
 """What Slurm says of a job that cannot be cancelled since it has ended."""
 QUEUE_FIELDS = ("%i", "%T", "%r", "%S")
-PLACE_FIELDS = ("%i", "%T", "%Q")
+PLACE_FIELDS = ("%i", "%T", "%Q", "%r")
 ACCOUNT_FIELDS = (
     *("JobID", "State", "ExitCode", "DerivedExitCode", "Start", "End", "ElapsedRaw", "ConsumedEnergyRaw"),
     "AllocTRES",
@@ -70,6 +70,8 @@ class Place:
     state: str
     is_held: bool
     """Whether it starts only after somebody has released it: its priority is 0."""
+    reason: str = ""
+    """Why it waits, as Slurm calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,10 @@ def places(job_ids: Sequence[str]) -> dict[str, Place]:
         SubmissionError: Slurm does not answer.
     """
     rows = (line.strip().split(SEPARATOR) for line in _queue(job_ids, PLACE_FIELDS).splitlines() if line.strip())
-    return {job: Place(state=state, is_held=priority == "0") for job, state, priority in rows}
+    return {
+        job: Place(state=state, is_held=priority == "0", reason="" if reason in UNKNOWN else reason)
+        for job, state, priority, reason in rows
+    }
 
 
 def states(job_ids: Sequence[str]) -> dict[str, list[str]]:

@@ -14,6 +14,8 @@ from areal_hpc.run_dir import RunDir
 LONGEST_LEAD_S = 300
 SPARE_S = 10
 """What Slurm's own clockwork may take of the lead, in seconds."""
+QUEUE_S = 20 * 86400.0
+"""As good as for ever, in seconds: a job of the run's has ended by then, and poll(2) counts milliseconds in 31 bits."""
 
 
 def ring_capacity(config: Config) -> int:
@@ -67,9 +69,14 @@ def awaits_satellites(config: Config) -> bool:
     return config.cluster.shape is Shape.SATELLITES or config.generation.replicas == 0
 
 
+def is_served_by_others(config: Config) -> bool:
+    """Whether all engines are to join: the run has none of its own."""
+    return takes_satellites(config) and config.generation.replicas == 0
+
+
 def queue_s(config: Config) -> float:
     """Longest time that whoever waits for work may wait longer because satellites are in Slurm's queue."""
-    return config.limits.join_s if awaits_satellites(config) else 0.0
+    return QUEUE_S if awaits_satellites(config) else 0.0
 
 
 def collective_s(config: Config) -> float:
@@ -79,8 +86,9 @@ def collective_s(config: Config) -> float:
 
 
 def without_engines_s(config: Config) -> float:
-    """Longest time that no engine may be there, before that is an error."""
-    return config.limits.join_s if awaits_satellites(config) else config.limits.start_s
+    """Longest time that a request waits for an engine where none is there. That of the queue's is the trainer's to
+    judge, who ends the run where satellites do not come (``fleet``)."""
+    return queue_s(config) or config.limits.start_s
 
 
 def _requests(config: Config, *, satellites: bool = False) -> list[ComponentConfig]:

@@ -53,9 +53,13 @@ class LimitsConfig:
     """Attempts in a row without a new committed step after which the run ends, also where each was stopped by another
     node that had lost its devices; 0 starts none after one that failed."""
     join_s: float = 86400.0
-    """Longest time without any engine where satellites are to bring them; as long no other limit counts. The only limit
-    of the run itself that counts time in Slurm's queue: the trainer's nodes stand idle meanwhile, and cost as much as
-    at work."""
+    """Longest time without any engine where satellites are to bring them; as long no other limit counts. Time in
+    Slurm's queue is none of it: it begins anew as long as any satellite waits there that the run knows, since it was
+    submitted with it or has been with it before."""
+    alone_s: float = 0.0
+    """A budget and not a time-out, so it counts the queue's time as well: after so long without any engine the run
+    stops, with a checkpoint, and `areal-hpc resume` goes on. The trainer's nodes cost as much as at work meanwhile; 0
+    lets them wait for as long as the queue likes."""
     rejoin_s: float = 300.0
     """Longest time that a satellite waits for the run, or its next attempt, before it gives its nodes back. Its Slurm
     job then rests in the queue, held, until the run is there again and lets it go; outside of Slurm it ends."""

@@ -118,6 +118,7 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.restart_window_s": "(0, inf)",
     "limits.attempts": "[0, inf)",
     "limits.join_s": "(0, inf)",
+    "limits.alone_s": "[0, inf)",
     "limits.rejoin_s": "(0, inf)",
     "limits.checkpoint_s": "(0, inf)",
     "limits.quiet_s": "[1, inf)",

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from areal_hpc.cluster.jobs import WAITS, Place, cancel, places, release
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import names_in, publish_json, read_if_listed
+from areal_hpc.liveness.rounds import Rounds
 from areal_hpc.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def judged(jobs: Sequence[str], queue: Mapping[str, Place]) -> Judgement:
 
 
 class Recall:
-    """The launcher's part, in a thread: Slurm may take its time, and whoever ends the run must be heard meanwhile."""
+    """The launcher's part."""
 
     def __init__(
         self,
@@ -86,18 +86,13 @@ class Recall:
         let_go: Callable[[Sequence[str]], None] = release,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._epoch, self._ask, self._let_go, self._clock = run, epoch, ask, let_go, clock
-        self._next_look = clock()
-        self._thread: threading.Thread | None = None
+        self._run, self._epoch, self._ask, self._let_go = run, epoch, ask, let_go
+        self._rounds = Rounds(self.round, LOOK_S, name="recall", clock=clock)
         self._problem = ""
 
     def look(self) -> None:
-        """Begin a round, if it is time for one and the last one is over."""
-        if self._clock() < self._next_look or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._next_look = self._clock() + LOOK_S
-        self._thread = threading.Thread(target=self.round, name="recall", daemon=True)
-        self._thread.start()
+        """Begin a round, if it is time for one."""
+        self._rounds.look()
 
     def round(self) -> None:
         """Let go those that are held. A scheduler that does not answer is asked again in the next round."""

@@ -13,6 +13,7 @@ from areal_hpc.cluster.jobs import WAITS
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.fs import read_if_listed
 from areal_hpc.liveness import seats
+from areal_hpc.liveness.alone import alone
 from areal_hpc.liveness.heartbeat import watch_pulses
 from areal_hpc.liveness.job import JobView, batch_log, look, works_outside
 from areal_hpc.liveness.left_out import left_out
@@ -63,6 +64,7 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
+            **({} if job is not None and job.is_over else _alone(attempts[-1], now())),
             **_satellites(run, [seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
             **_left_out(run, job),
             "evaluation": evaluation_text(evaluation),
@@ -101,8 +103,7 @@ def _progress(attempt: AttemptDir, total_steps: int | None) -> Progress:
 
 def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, str]]) -> dict[str, str]:
     """Who is alive, has ended, or says nothing: for an attempt whose launcher may be alive."""
-    state = read_if_listed(attempt.state)
-    if state is None or state["state"] not in ALIVE or Owner.from_record(state).is_gone():
+    if not _may_live(attempt):
         return {}
     by_state: dict[str, list[str]] = {}
     gone = seats.vacant(attempt)
@@ -112,6 +113,12 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
         by_state.setdefault(pulse, []).append(name)
     texts = [f"{', '.join(names)} {pulse}" for pulse, names in sorted(by_state.items())]
     return {"processes": "; ".join(texts) or "none has come up yet"}
+
+
+def _may_live(attempt: AttemptDir) -> bool:
+    """Whether its launcher is at work, as far as can be known from here."""
+    state = read_if_listed(attempt.state)
+    return state is not None and state["state"] in ALIVE and not Owner.from_record(state).is_gone()
 
 
 def _satellites(run: RunDir, present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
@@ -125,11 +132,18 @@ def _satellites(run: RunDir, present: Iterable[Seat], job: JobView | None) -> di
     return {"satellites": "; ".join(texts)} if texts else {}
 
 
+def _alone(attempt: AttemptDir, now: float) -> dict[str, str]:
+    """For how long the trainer's nodes have stood idle for want of an engine, and why."""
+    told = alone(attempt) if _may_live(attempt) else None
+    return {} if told is None else {"no engine": f"for {duration(now - told.since)}: {told.text()}"}
+
+
 def _left_out(run: RunDir, job: JobView | None) -> dict[str, str]:
-    """The nodes without which the newest job and its satellites go on."""
+    """The nodes without which the newest job and its satellites go on, or went; a run outside of Slurm has none."""
     there = [] if job is None else [job.job_id, *job.satellites]
-    told = {who: nodes for who, nodes in left_out(run).items() if job is None or who.partition("_")[0] in there}
-    texts = [f"{', '.join(nodes)} by job {who}" for who, nodes in told.items()]
+    told = {who: nodes for who, nodes in left_out(run).items() if who.partition("_")[0] in there}
+    over = job.job_id if job is not None and job.is_over else ""
+    texts = [f"{', '.join(nodes)} by job {who}{', which is over' * (who == over)}" for who, nodes in told.items()]
     return {"left out": f"{'; '.join(texts)}: without the devices that were asked for"} if texts else {}
 
 

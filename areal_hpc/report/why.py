@@ -13,6 +13,7 @@ from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import read_if_listed
 from areal_hpc.keys import engine_token, read_key
+from areal_hpc.liveness.alone import alone
 from areal_hpc.liveness.heartbeat import SILENT_S, read_heartbeat
 from areal_hpc.liveness.observer import Observer, last_words
 from areal_hpc.liveness.picture import Seen, explain, sentence
@@ -20,6 +21,7 @@ from areal_hpc.liveness.seats import vacant
 from areal_hpc.liveness.stopping import ALIVE, state_of
 from areal_hpc.privacy import owner_of
 from areal_hpc.report.files import configuration
+from areal_hpc.report.text import duration
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.25
@@ -46,7 +48,9 @@ def why_lines(
         return [head, *told, *(_explained(seen, limits.quiet_s) if seen else ["no process was cut off in a wait"])]
     if not seen:
         return [head, "no process has been started yet"]
-    return [head, *_explained(seen, limits.quiet_s), *asyncio.run(_answers(run, attempt, names))]
+    lonely = alone(attempt)
+    engines = [f"no engine for {duration(time.time() - lonely.since)}: {lonely.text()}"] if lonely else []
+    return [head, *engines, *_explained(seen, limits.quiet_s), *asyncio.run(_answers(run, attempt, names))]
 
 
 def _explained(seen: Sequence[Seen], quiet_s: float) -> list[str]:

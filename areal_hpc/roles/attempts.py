@@ -23,12 +23,14 @@ from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
 from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.owner import Owner, whence
+from areal_hpc.config.derived import is_served_by_others
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, NodeLost, Stalled
 from areal_hpc.exits import EXIT_STALLED
 from areal_hpc.fs import publish, publish_json, read_if_listed
 from areal_hpc.keys import make_key
+from areal_hpc.liveness.alone import Lookout
 from areal_hpc.liveness.guard import Guard
 from areal_hpc.liveness.left_out import leave_out
 from areal_hpc.liveness.resting import Recall
@@ -68,6 +70,8 @@ class Attempts:
     """Why the last one failed."""
     lost: NodeLost | None = None
     """The node without which the job is to go on."""
+    lookout: Lookout | None = None
+    """Of the last one, where all engines are to join."""
 
     def go(self, *, after: int) -> str:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.
@@ -100,7 +104,7 @@ class Attempts:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)
                 outcome = self._supervise(epoch, recorder.record) if has_model else "stopped"
-                why = in_short(self.lost) if self.lost else ""
+                why = in_short(self.lost) if self.lost else self.lookout.verdict if self.lookout else ""
             except (AttemptFailed, Stalled) as died:
                 why = in_short(died)
                 self._require_another(epoch, died)
@@ -190,11 +194,13 @@ class Attempts:
             self.console.feed([])
 
         guard = Guard(self.run.root, config.limits.stall_s, lambda: launcher.stop(0.0), exit_code=EXIT_STALLED)
-        recall = Recall(self.run, epoch)
+        self.lookout = Lookout(self.run, epoch, config.limits.alone_s) if is_served_by_others(config) else None
+        looks = [Recall(self.run, epoch).look, *([self.lookout.look] if self.lookout else [])]
 
         def stop() -> bool:
             guard.beat()
-            recall.look()
+            for look in looks:
+                look()
             return is_asked_to_stop(attempt, self.signals)
 
         def at_once() -> bool:

@@ -2,7 +2,7 @@
 
     first bucket ready, every member says whether it samples on while buckets come
     pause all, if one does not           ---- sampling stops
-    membership changed? every member joins a group of a fresh name w-<epoch>-<k> at a fresh port
+    membership changed? every member joins a group of a fresh name w-<epoch>-<k>@<nonce> at a fresh port
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     pause all, if that was not needed before
     all sent, and nobody objects         ---- the version barrier

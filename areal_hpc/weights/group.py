@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from areal_hpc.buckets import Bucket
-from areal_hpc.collective import host_store, interfaces, join_group, leave_group
+from areal_hpc.collective import host_store, interfaces, join_group, leave_group, name_at
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import GroupAddress
@@ -54,7 +54,7 @@ class WeightGroup:
         members = self.membership.members
         timeout_s = self.membership.timeout_s
         store = host_store(self._host, timeout_s=timeout_s)
-        self._name = next(self._names)
+        self._name = name_at(store, next(self._names))
         address = GroupAddress(
             host=self._host,
             port=store.port,

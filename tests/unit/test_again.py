@@ -10,7 +10,8 @@ from test_satellites import ARRAY, script
 
 from areal_hpc.cluster.hetjob import job_of, render
 
-LOSES = """bash -c 'echo $PPID >"$AREAL_HPC_AVOIDED.pid"; echo n2 >>"$AREAL_HPC_AVOIDED"; exit 71'"""
+LOSES = """bash -c 'echo $PPID >"$AREAL_HPC_AVOIDED.pid"; mkdir "$AREAL_HPC_AVOIDED";
+  for node in n2 n2; do echo $node >>"$AREAL_HPC_AVOIDED/$node"; done; exit 71'"""
 """A launcher that finds a node without its devices."""
 NAP = "case $1 in 1) /bin/sleep 0.2 ;; esac"
 HOSTNAMES = """case "$2" in hostnames) echo "$3" | sed -E 's/n\\[(.)-(.)\\]/n\\1\\nn\\2/' | tr , "\\n" ;; esac"""
@@ -70,7 +71,7 @@ def test_the_next_job_of_a_chain_is_told_when_it_is_handed_in_and_tells_the_next
     code, calls = asked(tmp_path, text, scontrol=shows(*excluded), sbatch="echo 13")
     depends = "sbatch --parsable --dependency=afterany:12 --export=ALL,AREAL_HPC_AFTER=12"
     assert (code, calls) == (0, [f"{depends} {options} script word"])
-    assert (room / "avoided-13").read_text() == "n2\n"
+    assert (room / "avoided-13/n2").is_file()
 
 
 @pytest.mark.parametrize("requeue", ["true", "false"])
@@ -82,7 +83,7 @@ def test_a_satellite_leaves_it_out_and_no_other_of_its_array(tmp_path: Path, req
         assert (code, calls) == (71, ["scontrol requeue 12_3", "scontrol update JobId=12_3 ExcNodeList=n2"])
         return
     assert (code, calls) == (0, ["sbatch --parsable --array=3 --exclude=n2 script word"])
-    assert (tmp_path / "avoided-77_3").read_text() == "n2\n"
+    assert (tmp_path / "avoided-77_3/n2").is_file()
 
 
 ENDS_THE_ASKING = """

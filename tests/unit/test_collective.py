@@ -4,6 +4,7 @@ import mmap
 import multiprocessing
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ from areal_hpc.collective import (
     join_group,
     leave_group,
     meeting,
+    name_at,
     remember_operations,
     unbracketed,
 )
@@ -90,6 +92,31 @@ def test_a_store_tells_its_keys_to_whoever_reaches_it_so_a_secret_in_their_names
     PrefixStore("secret", store).set("address", "10.0.0.1")
     stranger = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
     assert stranger.list_keys() == ["secret/address"]
+
+
+def address_at(store: TCPStore, name: str) -> GroupAddress:
+    return GroupAddress(host="127.0.0.1", port=store.port, name=name, world_size=1, backend="gloo")
+
+
+def test_a_store_that_is_another_runs_is_refused_at_once_though_its_group_has_the_same_name() -> None:
+    """Whoever comes late may find that a trainer's port is another's by now."""
+    ours, theirs = host_store(timeout_s=LIMIT_S), host_store(timeout_s=LIMIT_S)
+    name = name_at(ours, "w-1-0")
+    assert name != name_at(theirs, "w-1-0")
+    for foreign in (theirs, host_store(timeout_s=LIMIT_S)):
+        began = time.monotonic()
+        with pytest.raises(
+            dist.DistError, match=rf"127\.0\.0\.1:{foreign.port} does not know the group 'w-1-0@"
+        ) as told:
+            join_group(address_at(foreign, name), 0, LIMIT_S)
+        assert time.monotonic() - began < LIMIT_S / 2, "and not only when the limit is over"
+        assert "of another run or attempt" in str(told.value)
+    leave_group(join_group(address_at(ours, name), 0, LIMIT_S))
+
+
+def test_a_store_of_somebody_who_makes_groups_in_torchs_own_way_is_entered_as_ever() -> None:
+    store = host_store(timeout_s=LIMIT_S)
+    leave_group(join_group(address_at(store, "weight_update_group"), 0, LIMIT_S))
 
 
 def test_A16_brackets_are_put_once_and_taken_off() -> None:

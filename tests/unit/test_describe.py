@@ -205,6 +205,7 @@ limits.restarts: int
 limits.restart_window_s: float
 limits.attempts: int
 limits.join_s: float
+limits.alone_s: float
 limits.rejoin_s: float
 limits.checkpoint_s: float
 limits.quiet_s: float

@@ -270,6 +270,23 @@ def test_time_without_any_engine_is_counted_and_has_a_limit_where_satellites_are
             world.look()
 
 
+@pytest.mark.parametrize("publishing", [True, False])
+def test_time_in_slurms_queue_is_no_time_out_and_what_counts_begins_when_no_satellite_is_there_any_more(
+    publishing: bool,
+) -> None:
+    """A queue of 28 hours, a limit of 100 s; and the same while the trainer waits for groups."""
+    world = World(num=0, desert_s=100.0)
+    world.in_the_queue = True
+    world.plan[100_000] = lambda: setattr(world, "in_the_queue", False)
+    with pytest.raises(WaitTimeout, match=r"waited 100 s .*, while no satellite was in Slurm's queue"):
+        if publishing:
+            world.publish(0)
+        while not publishing:
+            world.sleep(LOOK_S)
+            assert not world.fleet.behind()
+    assert 100_100 <= world.now <= 100_103
+
+
 def test_a_satellite_that_never_takes_an_update_does_not_keep_the_trainer_for_as_long_as_the_queue_may() -> None:
     world = World(num=0, desert_s=86400.0)
     world.plan[5000] = lambda: setattr(world.join("g0"), "fails", 10**6)

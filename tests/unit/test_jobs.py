@@ -186,9 +186,10 @@ def test_of_several_jobs_each_that_slurm_lets_go_is_cancelled_and_each_other_is_
 
 
 def test_a_job_that_is_held_has_no_priority_and_is_released(commands: Path) -> None:
-    command(commands, "squeue", 'printf "9_1|PENDING|0\\n9_2|RUNNING|4294901757\\n12|PENDING|100\\n"')
+    rows = "9_1|PENDING|0|JobHeldUser", "9_2|RUNNING|4294901757|None", "12|PENDING|100|None"
+    command(commands, "squeue", f"printf '%s\\n' '{rows[0]}' '{rows[1]}' '{rows[2]}'")
     assert places(["9_1", "9_2", "12", "13"]) == {
-        "9_1": Place(state="PENDING", is_held=True),
+        "9_1": Place(state="PENDING", is_held=True, reason="JobHeldUser"),
         "9_2": Place(state="RUNNING", is_held=False),
         "12": Place(state="PENDING", is_held=False),
     }

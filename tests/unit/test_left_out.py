@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from areal_hpc.errors import AttemptFailed, ConfigError, Fenced, NodeLost, RunDi
 from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_USER_ERROR
 from areal_hpc.fs import make_private_directory, read_json
 from areal_hpc.liveness.job import JobView, note_satellite
-from areal_hpc.liveness.left_out import MOST, leave_out, left_out
+from areal_hpc.liveness.left_out import MOST, TIMES, leave_out, left_out
 from areal_hpc.liveness.resting import rest, resting
 from areal_hpc.report import status_lines, why_lines
 from areal_hpc.roles import attempts, launcher
@@ -47,7 +49,21 @@ def job(tmp_path: Path) -> dict[str, str]:
 def test_a_node_is_left_out_by_its_name_and_another_one_as_well(job: dict[str, str], tmp_path: Path) -> None:
     leave_out(lost(), job, requests=NOTHING)
     leave_out(lost("n7"), job, requests=NOTHING)
-    assert (tmp_path / "avoided-12").read_text() == "n2\nn7\n"
+    assert sorted(path.name for path in (tmp_path / "avoided-12").iterdir()) == ["n2", "n7"]
+
+
+def test_no_name_gets_lost_where_several_nodes_find_it_at_one_moment(job: dict[str, str], tmp_path: Path) -> None:
+    """Those of one satellite: each looks at what the others have named, and then names itself."""
+    names = {f"n{number}" for number in range(8)}
+    together = threading.Barrier(len(names))
+
+    def find(name: str) -> None:
+        together.wait(30)
+        leave_out(lost(name), job, requests=NOTHING)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(find, names))
+    assert {path.name for path in (tmp_path / "avoided-12").iterdir()} == names
 
 
 def test_outside_of_a_batch_script_of_ours_nobody_can_be_asked() -> None:
@@ -57,9 +73,12 @@ def test_outside_of_a_batch_script_of_ours_nobody_can_be_asked() -> None:
 
 
 def test_a_node_that_comes_again_shows_a_site_that_lets_no_user_change_a_job(job: dict[str, str]) -> None:
-    leave_out(lost(), job, requests=NOTHING)
+    """Once may be Slurm, which took the job back by itself before the script had the node left out."""
+    for _ in range(TIMES):
+        leave_out(lost(), job, requests=NOTHING)
     with pytest.raises(NodeLost, match=r"^node n2 has lost device 0 of trainer-0, and Slurm gave it although .*; ask"):
         leave_out(lost(), job, requests=NOTHING)
+    leave_out(lost("n3"), job, requests=NOTHING)
 
 
 @pytest.mark.parametrize("nodelist", ["n2", "n[1-3]", "m1,n2"])
@@ -74,8 +93,9 @@ def test_a_node_that_the_configuration_asks_for_is_not_left_out(job: dict[str, s
 def test_there_is_an_end_to_it(job: dict[str, str]) -> None:
     for number in range(MOST):
         leave_out(lost(f"n{number}"), job, requests=NOTHING)
-    with pytest.raises(NodeLost, match=rf"n{MOST} has lost .*, n{MOST - 1} it is one too many .*ask your site's"):
+    with pytest.raises(NodeLost, match=rf"n{MOST} has lost .*, n9 it is one too many .*ask your site's"):
         leave_out(lost(f"n{MOST}"), job, requests=NOTHING)
+    leave_out(lost("n0"), job, requests=NOTHING)  # which is none more
 
 
 def test_an_error_with_its_node_crosses_process_borders() -> None:
@@ -145,13 +165,14 @@ def test_the_attempt_is_stopped_and_the_job_is_to_go_on_elsewhere(
     note_satellite(run, "9_1")
     rest(run, "9_1", 0)
     assert start(config) == EXIT_ELSEWHERE
-    assert avoided.read_text() == "n2\n"
+    assert (avoided / "n2").read_text() == "n2\n"
     state = read_json(run.attempt(1).state)
     assert (state["state"], state["lost"]) == ("stopped", "n2"), "satellites wait for what follows"
     assert resting(run) == ["9_1"]
     shown = dict(line.split("  ", 1) for line in status_lines(run, ask=lambda _: JobView(job_id="12", is_over=True)))
     assert shown["state"].strip() == "stopped: node n2 has lost device 0 of trainer-0 (attempt 1)"
-    assert shown["left out"].strip() == "n2 by job 12: without the devices that were asked for"
+    assert shown["left out"].strip() == "n2 by job 12, which is over: without the devices that were asked for"
+    assert "left out" not in dict(line.split("  ", 1) for line in status_lines(run, ask=lambda _: None))
     assert why_lines(run)[0].startswith("run run, attempt 1: stopped: node n2 has lost device 0 of trainer-0; ")
     assert left_out(run) == {"12": ["n2"]}
 

@@ -119,12 +119,12 @@ def test_rounds_are_made_now_and_then_and_never_two_at_once(run: RunDir) -> None
     now[0] = 2 * LOOK_S
     recall.look()  # and returns at once, though the first is still under way
     assert not asked.acquire(blocking=False)
-    assert recall._thread is not None
+    thread = recall._rounds._thread
+    assert thread is not None
     may_go.set()
-    recall._thread.join(30)
+    thread.join(30)
     recall.look()
     assert asked.acquire(timeout=30)
-    recall._thread.join(30)
     recall.look()
     assert not asked.acquire(blocking=False), "it is not time yet"
 

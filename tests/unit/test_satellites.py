@@ -13,7 +13,7 @@ from areal_hpc.cluster.components import components_of, satellite_of, seats
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
-from areal_hpc.config.derived import collective_s, signal_lead_s
+from areal_hpc.config.derived import QUEUE_S, collective_s, signal_lead_s
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -225,9 +225,9 @@ def test_what_a_person_cancels_and_what_has_nothing_more_to_do_does_not_come_aga
 @pytest.mark.parametrize(
     ("words", "longest_s"),
     [
-        (("limits.starve_s=700", "limits.join_s=9000"), 9000 + 700),
-        (("generation.replicas=0", "limits.join_s=9000"), 9000 + 1800),
-        (("cluster.shape=local", "limits.join_s=9000", "limits.checkpoint_s=5000"), 5000),
+        (("limits.starve_s=700",), QUEUE_S + 700),
+        (("generation.replicas=0",), QUEUE_S + 1800),
+        (("cluster.shape=local", "limits.checkpoint_s=5000"), 5000),
     ],
 )
 def test_trainer_ranks_wait_for_rank_0_as_long_as_it_may_wait_for_a_satellite(
@@ -239,6 +239,5 @@ def test_trainer_ranks_wait_for_rank_0_as_long_as_it_may_wait_for_a_satellite(
 
 
 def test_an_agents_request_is_not_given_up_while_its_episode_waits_for_a_satellite() -> None:
-    words = ("rollout.timeout_s=60", "limits.join_s=9000")
-    assert request_s(config_of(*words)) == 9060
-    assert request_s(config_of(*words, "cluster.shape=local")) == 60
+    assert request_s(config_of("rollout.timeout_s=60")) == QUEUE_S + 60
+    assert request_s(config_of("rollout.timeout_s=60", "cluster.shape=local")) == 60

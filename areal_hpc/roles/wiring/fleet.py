@@ -6,8 +6,8 @@
     a publish comes first           what was replaced takes part in it
     a satellite has joined          the same as if it had been replaced
     a satellite has left            it takes no part any more, and nobody asks it whether it lives
-    nobody is left                  publish waits for the first that comes, within limits.start_s, or limits.join_s
-                                    where satellites are to come
+    nobody is left                  publish waits for the first that comes, within limits.start_s; or where satellites
+                                    are to come, until for limits.join_s none was in Slurm's queue either
 
 An engine that failed an update and lives is tried again in growing pauses; what is wrong with it may pass.
 """
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from areal_hpc.config.derived import QUEUE_S
 from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
 from areal_hpc.protocols import WeightTarget, WeightTransport
 from areal_hpc.waits import waiting
@@ -69,8 +70,9 @@ class Fleet:
     Args:
         look: who has joined and who has left.
         wait_s: longest time in which nobody takes new weights.
-        desert_s: longest time without any engine, where satellites may be in Slurm's queue for as long; None where only
-            the run's own are to be expected: ``wait_s`` is enough for them, and their launcher watches them.
+        desert_s: longest time without any engine, where satellites are to bring them; None where only the run's own are
+            to be expected: ``wait_s`` is enough for them, and their launcher watches them.
+        in_the_queue: whether satellites may be in Slurm's queue: ``desert_s`` begins anew when none is any more.
         min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
         stopping: whether nobody needs them any more.
         record: takes ``("engine", values)`` whenever one is lost or is back.
@@ -85,6 +87,7 @@ class Fleet:
         look: Look = nobody_comes_or_goes,
         wait_s: float,
         desert_s: float | None = None,
+        in_the_queue: Callable[[], bool] = lambda: False,
         min_mb_per_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
@@ -96,6 +99,8 @@ class Fleet:
         self._deserted_since: float | None = None
         self._deserted_s = 0.0
         self._wait_s, self._desert_s, self._stopping, self._record = wait_s, desert_s, stopping, record
+        self._in_the_queue = in_the_queue
+        self._counted_from = 0.0  # of a time without engines: since when none was in the queue
         self._clock, self._sleep = clock, sleep
         self._min_mb_per_s = min_mb_per_s
         self._called_slow = False
@@ -157,9 +162,16 @@ class Fleet:
         if self._transport.membership.members or self._behind:
             self._deserted_s, self._deserted_since = self.deserted_s(), None
         elif self._deserted_since is None:
-            self._deserted_since = self._clock()
-        elif self._clock() - self._deserted_since > self._desert_s:
-            raise self._nobody_came(self._desert_s)
+            self._deserted_since = self._counted_from = self._clock()
+        else:
+            self._judge_patience(self._desert_s)
+
+    def _judge_patience(self, limit_s: float) -> None:
+        """Raises WaitTimeout: for so long nobody was there, nor in Slurm's queue."""
+        if self._desert_s is not None and self._in_the_queue():
+            self._counted_from = self._clock()
+        if self._clock() - self._counted_from > limit_s:
+            raise self._nobody_came(limit_s)
 
     def catch_up(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Bring those engines to ``version``, which the others serve; who fails is tried again later.
@@ -209,21 +221,21 @@ class Fleet:
             return True
         self._tell(version, up_to_date=False)
         names = [engine.name for engine in self._engines]
-        limit_s, began = self._wait_s if self._desert_s is None else self._desert_s, self._clock()
-        with waiting("any of them to come back" if names else "an engine to join", *names, limit_s=limit_s):
+        began = self._clock()
+        limit_s, told_s = (self._wait_s, self._wait_s) if self._desert_s is None else (self._desert_s, QUEUE_S)
+        with waiting("any of them to come back" if names else "an engine to join", *names, limit_s=told_s):
             is_needed = self._someone_comes(limit_s)
         if self._desert_s is not None and self._since is not None:
             self._since += max(0.0, self._clock() - began - LOOK_S)  # the queue's time is no engine's failure
         return is_needed
 
     def _someone_comes(self, limit_s: float) -> bool:
-        deadline = self._clock() + limit_s
+        self._counted_from = self._clock()
         members = self._transport.membership
         while not members.members:
             if self._stopping():
                 return False
-            if self._clock() > deadline:
-                raise self._nobody_came(limit_s)
+            self._judge_patience(limit_s)
             self._sleep(LOOK_S)
             self._admit(self._find(self._come() + [e for e in self._engines if self._may_return(e)]))
         return True
@@ -231,7 +243,10 @@ class Fleet:
     def _nobody_came(self, waited_s: float) -> WaitTimeout:
         lost = self._transport.membership.lost
         fates = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())) or "none has ever joined"
-        return WaitTimeout(f"waited {waited_s:g} s for an engine to take new weights, and none came back: {fates}")
+        queue = "" if self._desert_s is None else ", while no satellite was in Slurm's queue that the run knows"
+        return WaitTimeout(
+            f"waited {waited_s:g} s for an engine to take new weights{queue}, and none came back: {fates}"
+        )
 
     def _admit(self, engines: Sequence[Engine]) -> None:
         for engine in engines:

@@ -23,6 +23,7 @@ from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.journal import Journal
+from areal_hpc.liveness.alone import alone
 from areal_hpc.pretrained.files import read_shapes, trainable
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
@@ -52,7 +53,7 @@ def make_fetch(process: RoleProcess) -> Fetch:
 def join_ranks(process: RoleProcess) -> Ranks:
     """The trainer's ranks as one, found by the address that rank 0 publishes; each on a device of its own."""
     from areal_hpc import accelerator
-    from areal_hpc.collective import host_store, join_group, remember_operations
+    from areal_hpc.collective import host_store, join_group, name_at, remember_operations
 
     config = process.config
     # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
@@ -64,7 +65,8 @@ def join_ranks(process: RoleProcess) -> Ranks:
     timeout_s = collective_s(config)
     remember_operations(process.attempt.stacks / "collectives-")
     store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
-    process.publish_endpoint({} if store is None else {"port": store.port})
+    meet = {} if store is None else {"port": store.port, "group": name_at(store, f"{RANKS_GROUP}-{process.epoch}")}
+    process.publish_endpoint(meet)
     # Entering the group names nobody and cannot be interrupted, so that is done when all are there.
     endpoint, *_ = [process.endpoint_of("trainer", rank) for rank in range(config.trainer.ranks)]
     if config.trainer.torchrun_variables:
@@ -75,7 +77,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     address = GroupAddress(
         host=endpoint["host"],
         port=endpoint["port"],
-        name=f"{RANKS_GROUP}-{process.epoch}",
+        name=endpoint["group"],
         world_size=config.trainer.ranks,
         backend=accelerator.detect().collective,
     )
@@ -170,6 +172,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         look=roster.look if takes_satellites(config) else nobody_comes_or_goes,
         wait_s=config.limits.start_s,
         desert_s=config.limits.join_s if awaits_satellites(config) else None,
+        in_the_queue=lambda: (told := alone(process.attempt)) is not None and told.is_in_the_queue(),
         min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,
