@@ -229,6 +229,7 @@ sglang:num_requests_total{is_streaming="true"} 11.0
 
 PROGRAM = """#!{python}
 import json, os, signal, sys, time
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, HTTPServer
 METRICS = {metrics!r}
 words = json.load(sys.stdin)["arguments"]
@@ -245,9 +246,10 @@ class Handler(BaseHTTPRequestHandler):
         ready = self.path != "/health_generate" or time.monotonic() > came + 0.3
         if self.path == "/model_info" and fault == "stops":
             time.sleep(60)
-        body = {{"weight_version": "7", "loads": [
-            {{"num_running_reqs": 2, "num_waiting_reqs": 1}},
-            {{"num_running_reqs": 0, "num_waiting_reqs": 3}},
+        about = {{"timestamp": time.time(), "queues": {{"paused": False}}}}
+        body = {{"weight_version": "7", "timestamp": datetime.now(timezone.utc).isoformat(), "loads": [
+            {{"num_running_reqs": 2, "num_waiting_reqs": 1, **about}},
+            {{"num_running_reqs": 0, "num_waiting_reqs": 3, **about}},
         ], "internal_states": [{{"areal_hpc": {{"deltas": True}}}} if fault == "takes ours" else {{}}]}}
         if self.path == "/end":
             print("areal_hpc: lower the temperature\\nand a last line that says less", flush=True)
@@ -302,6 +304,41 @@ def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) ->
     assert not seen[0].alive()
     assert "arguments:" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0
+
+
+AT = "2026-01-02T03:04:05+00:00"
+AT_S = 1767323045.0
+"""The same moment, by coreutils' date."""
+
+
+@pytest.mark.parametrize(
+    ("paused", "age_s", "told"),
+    [
+        (True, 0.0, {"running": 0, "queued": 8, "held": True}),
+        (False, 0.0, {"running": 5, "queued": 3, "held": False}),
+        (False, 900.0, {"running": 5, "queued": 3, "held": False}),
+        (0, 2.0, {"running": 5, "queued": 3, "held": False}),
+        (0, 11.0, {"running": 0, "queued": 8, "held": True}),
+    ],
+    ids=["paused", "at work", "it hangs", "at work, without our code", "paused or hangs, without our code"],
+)
+def test_a_pause_is_told_from_a_server_that_hangs_where_it_has_our_code(
+    paused: bool | int, age_s: float, told: dict[str, Any]
+) -> None:
+    about = {"timestamp": AT_S - age_s, "queues": {"waiting": 1, "paused": paused}}
+    ranks = [{"num_running_reqs": 4, "num_waiting_reqs": 3, **about}, {"num_running_reqs": 1, "num_waiting_reqs": 0}]
+    ranks[1] |= about
+    answers = {
+        "/v1/loads?include=core,queues": {"timestamp": AT, "loads": ranks},
+        "/model_info": {"weight_version": "7"},
+        "/metrics": METRICS,
+    }
+
+    async def get(path: str) -> Any:
+        return answers[path]
+
+    stub: Any = SimpleNamespace(get=get)
+    assert asyncio.run(load_of(stub)) == {**told, "version": 7, "tokens": 741}
 
 
 def test_sglang_prints_its_key_and_the_log_does_not_have_it(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ SLOW_S = 5.0
 """An update shorter than this holds nobody up, however few bytes it moved."""
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
-TRIES = 3
-"""Updates in a row that may fail on one process of an engine."""
+TRIES = 4
+"""Updates in a row that may fail on one process of an engine: one more than vLLM needs to say how late it always is."""
 LIVES = 2
 """Processes of an engine, one after the other, on which that may happen."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0

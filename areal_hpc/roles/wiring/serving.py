@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
 
 
+SERVER = "its server"
+AWAITED = {LEADER: "weights; it is paused", SERVER: "the first of what is queued there to be begun"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
     """One engine replica as its role process sees it."""
@@ -111,13 +115,14 @@ class Meter:
 
 class Told:
     """What an engine in another process achieves and waits for, said as this one's own: it has no heartbeat to say it
-    in, and would be taken for one that hangs as soon as somebody waits long for an answer."""
+    in, and would be taken for one that hangs as soon as somebody waits long for an answer. One that begins nothing of
+    what it has queued waits for nobody in the run, and is taken for one that hangs."""
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
         self._sampled, self._loading = 0, None
-        self._held = False
-        self._hold = ExitStack()
+        self._waits_for = ""
+        self._wait = ExitStack()
 
     async def look(self) -> Mapping[str, Any]:
         """What it answers of its load."""
@@ -128,12 +133,15 @@ class Told:
         if loading != self._loading:
             advance("looks at weights that it loads")
         self._sampled, self._loading = seen["tokens"], loading
-        if held and not self._held:
-            self._hold.enter_context(waiting("weights; it is paused", LEADER, limit_s=None))
-        elif not held:
-            self._hold.close()
-        self._held = held
+        self._wait_for(LEADER if held else SERVER if seen["queued"] and not seen["running"] else "")
         return seen
+
+    def _wait_for(self, party: str) -> None:
+        if party != self._waits_for:
+            self._wait.close()
+            if party:
+                self._wait.enter_context(waiting(AWAITED[party], party, limit_s=None))
+            self._waits_for = party
 
 
 @asynccontextmanager
