@@ -58,11 +58,11 @@ async def _serve(process: RoleProcess) -> None:
             if why := await asyncio.to_thread(why_given_up, process.attempt, process.name, process.incarnation):
                 raise GenerationError(f"{process.name} is given up: {why}")
             if not engine.alive():
-                raise engine.death()
+                raise await engine.death()
             try:
                 load = await engine.load()
             except GenerationError as error:  # it is about to end, more often than not, and says why
-                raise engine.death() from error
+                raise await engine.death() from error
             before, looked = looked, time.monotonic()
             up_s += looked - before
             busy_s += looked - before if load["running"] else 0.0

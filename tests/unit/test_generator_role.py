@@ -51,7 +51,10 @@ class Engine:
         self.process = process
         try:
             yield ServedEngine(
-                url="http://127.0.0.1:1", alive=lambda: self.lives, load=self.load, death=lambda: self.death
+                url="http://127.0.0.1:1",
+                alive=lambda: self.lives,
+                load=self.load,
+                death=lambda: asyncio.sleep(0, self.death),
             )
         finally:
             self.vacant_at_end = seats.vacant(self.run.attempt(1))

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -382,7 +383,7 @@ def test_what_a_person_has_to_change_is_a_mistake_of_theirs_only_if_the_server_s
     async def use(started: ServerProcess) -> None:
         with pytest.raises(GenerationError):
             await started.get("/end")
-        died = started.death()
+        died = await started.death()
         assert type(died) is error
         if error is ConfigError:
             assert str(died) == "lower the temperature"
@@ -396,9 +397,33 @@ def test_who_lives_and_does_not_answer_is_said_to_do_so(tmp_path: Path, monkeypa
     monkeypatch.setattr(server, "END_S", 0.1)
 
     async def use(started: ServerProcess) -> None:
-        assert "does not answer" in str(started.death())
+        assert "does not answer" in str(await started.death())
 
     serve(tmp_path, use)
+
+
+def test_the_loop_turns_while_a_servers_death_and_the_end_of_its_log_are_waited_for() -> None:
+    """A generator that did not would hear of no stop, and answer nobody, for as long as both may take."""
+    ended, read = threading.Event(), threading.Event()
+    lines: list[str] = []
+
+    def wait(limit_s: float) -> int:
+        if not ended.wait(limit_s):
+            raise subprocess.TimeoutExpired("server", limit_s)
+        return 1
+
+    process: Any = SimpleNamespace(pid=1, returncode=1, poll=lambda: 1 if ended.is_set() else None, wait=wait)
+    output: Any = SimpleNamespace(join=read.wait, last=lines, path="its.log")
+
+    async def die() -> str:
+        dying = asyncio.create_task(ServerProcess("SGLang", "http://127.0.0.1:1", KEY, process, output).death())
+        await asyncio.sleep(0)  # it waits by now
+        ended.set()
+        lines.append("out of memory")
+        read.set()
+        return str(await dying)
+
+    assert asyncio.run(die()) == "the SGLang server has ended with code 1. The end of its log its.log:\nout of memory"
 
 
 @pytest.mark.parametrize("needs", [{"keeps_weights": True}, {"lora": LORA}])

@@ -36,7 +36,7 @@ class ServedEngine:
     """Raises OSError where it cannot be seen whether the nodes of an engine that has several hold together."""
     load: Callable[[], Awaitable[Mapping[str, Any]]]
     """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
-    death: Callable[[], ArealError]
+    death: Callable[[], Awaitable[ArealError]]
     """What is to be raised of one that is not alive any more, or does not answer."""
 
 
@@ -72,12 +72,16 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     engine.start()
     token = token_of(process, process.index, process.incarnation)
     url, server = await start_server(engine, host=process.host, token=token)
+
+    async def death() -> ArealError:
+        return GenerationError(f"the engine of {process.name} has ended; see the log above")
+
     try:
         yield ServedEngine(
             url=url,
             alive=lambda: engine.scheduler.alive,
             load=Meter(_looking_at(engine)).load,
-            death=lambda: GenerationError(f"the engine of {process.name} has ended; see the log above"),
+            death=death,
         )
     finally:
         await server.cleanup()
@@ -156,7 +160,7 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         def alive() -> bool:
             return server.alive() and not (over.done() and over.result())
 
-        def death() -> ArealError:
-            return GenerationError(over.result()) if over.done() else server.death()
+        async def death() -> ArealError:
+            return GenerationError(over.result()) if over.done() else await server.death()
 
         yield ServedEngine(url=server.url, alive=alive, load=Meter(Told(load).look).load, death=death)
