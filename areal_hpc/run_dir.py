@@ -23,7 +23,8 @@ class RunDir:
     attempts/00000001/               one start of the run: endpoints/ heartbeats/ logs/ stacks/ telemetry/
                                      state.json mount.json, stall.txt where somebody got stuck,
                                      job.json in a Slurm job, seats/ of engines that joined,
-                                     alone.json while there are none, launches/ of engines that span several nodes
+                                     alone.json while there are none, launches/ of engines that span several nodes,
+                                     given_up/ of those that took no weights
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -166,7 +167,7 @@ class AttemptDir:
     root: Path
 
     def create(self) -> AttemptDir:
-        for name in ("", "endpoints", "heartbeats", "launches", "logs", "seats", "stacks", "telemetry"):
+        for name in ("", "endpoints", "given_up", "heartbeats", "launches", "logs", "seats", "stacks", "telemetry"):
             make_private_directory(self.root / name)
         return self
 

@@ -14,11 +14,11 @@ from areal_hpc.weights.membership import Membership
 
 @dataclass
 class StubEngine:
-    """An engine in some process of its own: ``incarnation`` runs, ``known`` is the one that the trainer talks to."""
+    """An engine in some process of its own: ``process`` runs, ``incarnation`` is the one that the trainer talks to."""
 
     name: str
+    process: int = 0
     incarnation: int = 0
-    known: int = 0
     alive: bool = True
     fails: int = 0  # so many more updates
     version: int = 0
@@ -29,21 +29,21 @@ class StubEngine:
         self.alive = False
 
     def come_back(self) -> None:
-        self.alive, self.incarnation, self.version = True, self.incarnation + 1, 0
+        self.alive, self.process, self.version = True, self.process + 1, 0
 
     def moved(self) -> object | None:
-        return None if self.incarnation == self.known else self.incarnation
+        return None if self.process == self.incarnation else self.process
 
     async def reach(self) -> None:
         self.reached += 1
-        self.known = self.incarnation
+        self.incarnation = self.process
         if not self.alive:
             raise GenerationError(f"{self.name} takes no connection")
 
     async def close(self) -> None: ...
 
     async def take(self, version: int) -> None:
-        if not self.alive or self.known != self.incarnation:
+        if not self.alive or self.incarnation != self.process:
             raise WeightUpdateError(f"{self.name} does not answer")
         if self.fails:
             self.fails -= 1
@@ -90,6 +90,7 @@ class World:
     in_the_queue: bool = False
     joining: list[StubEngine] = field(default_factory=list)
     away: set[str] = field(default_factory=set)
+    given_up: list[tuple[str, int, str]] = field(default_factory=list)
     plan: dict[int, Any] = field(default_factory=dict)  # so many sleeps from now -> what happens then
     walked: int = 0
 
@@ -107,6 +108,7 @@ class World:
             min_mb_per_s=self.min_mb_per_s,
             stopping=lambda: self.stop,
             record=lambda _, values: self.records.append((values["engine"], values["event"])),
+            give_up=lambda *told: self.given_up.append(told),
             clock=lambda: self.now,
             sleep=self.sleep,
         )

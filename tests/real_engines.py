@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from typing import Any
 from areal_hpc.accelerator import CPU
 from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.generation.external.spec import ServerSpec
+from areal_hpc.generation.sglang.server import load as load_of_sglang
 from areal_hpc.generation.sglang.server import serving as serving_sglang
+from areal_hpc.generation.vllm.process import load as load_of_vllm
 from areal_hpc.generation.vllm.process import serving as serving_vllm
 
 START_S = 280.0
@@ -29,6 +31,7 @@ class RealEngine:
 
     name: str
     serving: Callable[..., AbstractAsyncContextManager[ServerProcess]]
+    load: Callable[[ServerProcess], Awaitable[Mapping[str, Any]]]
 
     @property
     def python(self) -> Path:
@@ -45,8 +48,8 @@ class RealEngine:
         return "" if self.python.exists() else f"there is no {self.python}; run examples/{self.name}_environment"
 
 
-SGLANG = RealEngine(name="sglang", serving=serving_sglang)
-VLLM = RealEngine(name="vllm", serving=serving_vllm)
+SGLANG = RealEngine(name="sglang", serving=serving_sglang, load=load_of_sglang)
+VLLM = RealEngine(name="vllm", serving=serving_vllm, load=load_of_vllm)
 REAL = (SGLANG, VLLM)
 
 

@@ -15,6 +15,7 @@ import time
 
 from areal_hpc.errors import GenerationError
 from areal_hpc.exits import EXIT_STOPPED
+from areal_hpc.liveness.given_up import why_given_up
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.serving import ServedEngine, serve_engine
 from areal_hpc.telemetry import RecordReader
@@ -41,7 +42,7 @@ async def _serve(process: RoleProcess) -> None:
     and at work, with those who were it before. Ends when a stop is asked for, or somebody has given its seat up.
 
     Raises:
-        GenerationError: the engine has ended, or it does not answer.
+        GenerationError: the engine has ended, or it does not answer, or the trainer has given it up.
         ConfigError: it has ended because of what a person has to change.
     """
     async with serve_engine(process) as engine:
@@ -54,12 +55,14 @@ async def _serve(process: RoleProcess) -> None:
         busy_s, up_s = await asyncio.to_thread(_before, process)
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
+            if why := await asyncio.to_thread(why_given_up, process.attempt, process.name, process.incarnation):
+                raise GenerationError(f"{process.name} is given up: {why}")
             if not engine.alive():
-                raise engine.death()
+                raise await engine.death()
             try:
                 load = await engine.load()
             except GenerationError as error:  # it is about to end, more often than not, and says why
-                raise engine.death() from error
+                raise await engine.death() from error
             before, looked = looked, time.monotonic()
             up_s += looked - before
             busy_s += looked - before if load["running"] else 0.0

@@ -16,6 +16,7 @@ from launched import GROUPS, Launched, command, launched, newest_checkpoint, unt
 
 from areal_hpc.fs import read_json
 from areal_hpc.keys import engine_token
+from areal_hpc.liveness.given_up import give_up
 from areal_hpc.report import prove_run
 from areal_hpc.run_dir import RunDir
 
@@ -61,10 +62,18 @@ def kill_in_update(started: Launched, index: int) -> None:
     raise AssertionError("no update in a minute")
 
 
+def give_up_on(started: Launched, index: int, why: str) -> None:
+    """What the trainer does after updates that failed again and again."""
+    attempt = started.run.newest_attempt()
+    assert attempt is not None
+    give_up(attempt, f"generator-{index}", read_json(attempt.endpoint("generator", index))["incarnation"], why)
+
+
 def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_goes_on(
     model: Path, tmp_path: Path
 ) -> None:
-    """Two engines, two workers, an evaluator: killed together in mid-generation; then an engine in mid-broadcast."""
+    """Two engines, two workers, an evaluator: killed together in mid-generation; then an engine in mid-broadcast, whose
+    next process is given up as one that takes no weights."""
     words = ("generation.replicas=2", "rollout.workers=2", "evaluation.every_steps=2", "evaluation.num_prompts=4")
     with launched(tmp_path, model, *ENDLESS, SMALL_BUCKETS, *words) as started:
         started.wait_for_step(2)
@@ -80,12 +89,17 @@ def test_D21_fault_45_whoever_dies_beside_the_trainer_is_replaced_and_the_run_go
         started.wait_for_step(newest_step(started) + 2)
         lost = [event["engine"] for event in engine_events(started, "lost")]
         assert lost == ["generator-0", "generator-1"]
+
+        give_up_on(started, 1, "3 updates have failed")
+        until("that engine to be back once more", lambda: len(engine_events(started, "back")) == 3)
+        (attempt,) = started.run.all_attempts()
+        assert "generator-1 is given up: 3 updates have failed" in attempt.log("generator", 1).read_text()
         until("the evaluator to go on", lambda: len(started.run.evaluated_steps()) > told)
 
         started.roles()["evaluator-0"].suspend()  # it lives and says nothing
         shown = command("status", started.run.root).stdout
         started.roles()["evaluator-0"].resume()
-        assert "restarts     evaluator-0 1, generator-0 1, generator-1 1, rollout-1 1" in shown
+        assert "restarts     evaluator-0 1, generator-0 1, generator-1 2, rollout-1 1" in shown
         assert "generator-0, generator-1, rollout-0, rollout-1, trainer-0 alive; evaluator-0 silent" in shown
 
         started.process.send_signal(signal.SIGTERM)

@@ -9,8 +9,9 @@ import asyncio
 import copy
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from tiny_models import make_model
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
 from areal_hpc.generation.client import EngineClient
+from areal_hpc.generation.connection import Connection
 from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.telemetry import add_secret
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
@@ -108,14 +110,23 @@ def asked(num: int) -> GenerationRequest:
     return GenerationRequest(request_id=f"r{next(NAMES)}", token_ids=PROMPT, sampling=sampling)
 
 
+async def load(world: World) -> Mapping[str, Any]:
+    """As the engine's generator sees it."""
+    http = Connection("engine-0", world.server.url, token="secret", connect_s=10.0)
+
+    async def get(path: str) -> Any:
+        return http.accepted(path, *await http.call("GET", path, None, 30.0))
+
+    server: Any = SimpleNamespace(get=get)
+    try:
+        return await world.engine.load(server)
+    finally:
+        await http.close()
+
+
 async def until_running(world: World) -> None:
-    path = "/v1/loads?include=core" if world.engine is SGLANG else "/server_info"
-    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-        while True:
-            async with session.get(world.server.url + path) as answer:
-                told = await answer.json()
-            if told["loads"][0]["num_running_reqs"] if world.engine is SGLANG else told["num_running"]:
-                return
+    async with asyncio.timeout(60):
+        while not (await load(world))["running"]:
             await asyncio.sleep(0.02)
 
 
@@ -213,13 +224,22 @@ def test_an_update_that_breaks_off_and_one_that_lacks_a_parameter_are_mended_by_
 def test_F2_answers_that_were_asked_for_during_a_pause_have_exactly_the_tokens_that_were_asked_for(
     world: World,
 ) -> None:
+    """The generator says of it that it waits for weights, and of an engine that is not paused that it does not."""
+
     async def scenario(client: EngineClient) -> None:
+        asking = [asyncio.create_task(client.generate(asked(300)))]
+        await until_running(world)
+        assert not (await load(world))["held"]
         await client.pause()
-        asking = [asyncio.create_task(client.generate(asked(num))) for num in (1, 50)]
+        asking += [asyncio.create_task(client.generate(asked(num))) for num in (1, 50)]
         done, _ = await asyncio.wait(asking, timeout=0.5)
         assert not done
+        told = await load(world)
+        assert told["held"]
+        assert told["running"] + told["queued"] >= 1
         await client.resume(world.version)
-        for num, answer in zip((1, 50), await asyncio.gather(*asking), strict=True):
+        assert not (await load(world))["held"]
+        for num, answer in zip((300, 1, 50), await asyncio.gather(*asking), strict=True):
             assert (answer.stop, len(answer.token_ids)) == (StopReason.LENGTH, num)
             np.testing.assert_allclose(answer.logprobs, world.logprobs(answer), atol=TOLERANCE, rtol=0)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 
 import pytest
 from fleet_world import StubEngine, World
 
 from areal_hpc.errors import WaitTimeout, WeightUpdateError
-from areal_hpc.roles.wiring.fleet import LAST_PAUSE_S, LOOK_S
+from areal_hpc.roles.wiring.fleet import LIVES, LOOK_S, TRIES
 
 
 def test_a_publish_goes_on_with_the_engines_that_are_left() -> None:
@@ -76,24 +77,99 @@ def test_one_that_dies_again_before_it_was_caught_up_is_waited_for_by_nobody() -
     assert world.look()
 
 
+def caught_up(world: World, engine: StubEngine, until: Callable[[], bool]) -> list[float]:
+    """When an engine was tried that came back and serves nothing yet; another one serves."""
+    engine.die()
+    engine.come_back()
+    tries = []
+    while not until():
+        assert world.now < 1000
+        if world.look():
+            tries.append(world.now)
+            world.fleet.catch_up(1, world.weights())
+    return tries
+
+
 def test_one_that_fails_its_catching_up_is_tried_again_in_growing_pauses() -> None:
     world = World()
     first, _ = world.engines
     world.publish(1)
-    first.die()
-    first.come_back()
-    first.fails = 7
-    tries = []
-    while first.version == 0:
-        if world.look():
-            tries.append(world.now)
-            world.fleet.catch_up(1, world.weights())
+    first.fails = TRIES - 1
+    tries = caught_up(world, first, lambda: first.version == 1)
     pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert pauses == sorted(pauses)
     assert pauses[0] <= 4.0
-    assert pauses[-1] <= LAST_PAUSE_S + LOOK_S
-    assert len(tries) == 8
+    assert len(tries) == TRIES
     assert world.records == [("g0", "lost"), ("g0", "back")], "it was lost once, however often it was tried"
+    assert world.given_up == []
+    first.fails = TRIES - 1
+    caught_up(world, first, lambda: first.version == 1)
+    assert world.given_up == [], "what failed before it was back does not count"
+
+
+def test_one_that_lives_and_takes_no_update_is_given_up_and_the_next_that_takes_none_is_tried_no_more() -> None:
+    """Every try holds the trainer up, for as long as an update may take where it is one that comes too late."""
+    world = World()
+    first, second = world.engines
+    world.publish(1)
+    first.fails = 10**6
+    tries = caught_up(world, first, lambda: world.now > 200)
+    assert len(tries) == TRIES
+    (given_up,) = world.given_up
+    assert given_up[:2] == ("g0", 1), "the process that it is now, and not a later one"
+    assert given_up[2].startswith(f"{TRIES} updates of its weights in a row have failed")
+    assert given_up[2].endswith("g0 did not take the weights")
+
+    first.come_back()
+    tries = []
+    while world.now < 500:
+        if world.look():
+            tries.append(world.now)
+            world.fleet.catch_up(1, world.weights())
+    assert len(tries) == TRIES
+    assert len(world.given_up) == LIVES - 1
+    assert world.records == [("g0", "lost"), ("g0", "given up"), ("g0", "left out")]
+    assert world.publish(2) == 1
+    assert (second.version, world.transport.calls[-1]) == (2, "publish 2 to g1")
+
+
+def test_one_that_was_given_up_and_replaced_is_like_any_other_once_it_has_taken_an_update() -> None:
+    world = World()
+    first, _ = world.engines
+    world.publish(1)
+    first.fails = TRIES
+    caught_up(world, first, lambda: bool(world.given_up))
+    first.come_back()
+    assert world.publish(2) == 1
+    assert first.version == 2
+    first.fails = TRIES * LIVES
+    caught_up(world, first, lambda: len(world.given_up) == 2)
+    assert world.records[-1] == ("g0", "given up")
+
+
+def test_who_fails_does_not_spoil_what_another_is_brought_at_the_same_time() -> None:
+    world = World(num=3)
+    first, second, third = world.engines
+    world.publish(1)
+    for engine in (first, second):
+        engine.die()
+        engine.come_back()
+    first.fails = 10**6
+    while not world.given_up:
+        if world.look():
+            world.fleet.catch_up(1, world.weights())
+    assert [name for name, *_ in world.given_up] == ["g0"]
+    assert [second.version, third.version] == [1, 1]
+    assert "catch up 1 g0 g1" in world.transport.calls
+
+
+def test_the_only_engine_is_given_up_too_and_waited_for_as_long_as_any() -> None:
+    world = World(num=1)
+    (only,) = world.engines
+    only.fails = TRIES
+    assert world.publish(1) == TRIES + 1
+    assert [told[:2] for told in world.given_up] == [("g0", 0)]
+    assert only.version == 1
 
 
 def test_one_that_lives_and_failed_an_update_is_caught_up_too() -> None:

@@ -15,6 +15,7 @@ from areal_hpc.config.load import load
 from areal_hpc.errors import ArealError, ConfigError, GenerationError
 from areal_hpc.exits import EXIT_STOPPED
 from areal_hpc.liveness import seats
+from areal_hpc.liveness.given_up import give_up, why_given_up
 from areal_hpc.liveness.seats import Seat
 from areal_hpc.roles import generator
 from areal_hpc.roles.process import RoleProcess
@@ -50,7 +51,10 @@ class Engine:
         self.process = process
         try:
             yield ServedEngine(
-                url="http://127.0.0.1:1", alive=lambda: self.lives, load=self.load, death=lambda: self.death
+                url="http://127.0.0.1:1",
+                alive=lambda: self.lives,
+                load=self.load,
+                death=lambda: asyncio.sleep(0, self.death),
             )
         finally:
             self.vacant_at_end = seats.vacant(self.run.attempt(1))
@@ -105,6 +109,18 @@ def test_an_engine_whose_seat_was_given_up_ends(engine: Engine, monkeypatch: pyt
     successor = taken(engine)
     assert generator.main(process_of(engine, seat.index)) == EXIT_STOPPED
     assert successor.is_held()
+
+
+def test_a_process_that_the_trainer_has_given_up_ends_as_one_that_failed_and_its_successor_does_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "_finish", lambda *_: pytest.fail("it has nothing that anybody wants"))
+    give_up(engine.run.attempt(1), "generator-0", 1, "3 updates in a row have failed")
+    give_up(engine.run.attempt(1), "generator-0", 1, "of two that say so the first is heard")
+    with pytest.raises(GenerationError, match="generator-0 is given up: 3 updates in a row have failed"):
+        generator.main(process_of(engine, 0, incarnation=1))
+    assert generator.main(process_of(engine, 0, incarnation=2)) == EXIT_STOPPED
+    assert why_given_up(engine.run.attempt(1), "generator-1", 1) == ""
 
 
 def test_an_engine_of_the_runs_own_has_no_seat_and_ends_at_once(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from areal_hpc import waits
-from areal_hpc.liveness.picture import Seen, hung_engines
+from areal_hpc.liveness.picture import Seen, explain, hung_engines
 from areal_hpc.roles.wiring.serving import Meter, Told
 from areal_hpc.waits import LEADER, Wait, achieved, open_waits
 
@@ -53,6 +54,7 @@ def test_an_engine_in_another_process_gets_on_as_long_as_it_samples_loads_or_is_
         (idle | {"tokens": 9, "loading": 1.5, "held": True}, False),
         (idle | {"tokens": 9, "loading": 1.5, "held": True}, False),
         (idle | {"tokens": 9, "loading": 1.5}, True),
+        (idle | {"tokens": 9, "loading": 1.5, "running": 0, "queued": 3}, True),
     ]
     seen = iter([one for one, _ in looks])
 
@@ -61,6 +63,7 @@ def test_an_engine_in_another_process_gets_on_as_long_as_it_samples_loads_or_is_
 
     told = Told(look)
     assert [bool(hung_engines([heard(told), ASKS, TRAINS], QUIET_S)) for _ in looks] == [hangs for _, hangs in looks]
+    told._wait.close()
 
 
 def test_what_the_run_records_of_it_is_its_load_alone() -> None:
@@ -75,7 +78,8 @@ def test_a_pause_has_lasted_since_it_began_however_often_it_was_looked_at(monkey
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: next(moment)))
 
     async def look() -> Mapping[str, Any]:
-        return {"running": 0, "queued": 3, "tokens": 0, "held": next(paused)}
+        held = next(paused)
+        return {"running": int(not held), "queued": 3, "tokens": 0, "held": held}
 
     told, lasted = Told(look), []
     asyncio.run(told.look())
@@ -83,4 +87,23 @@ def test_a_pause_has_lasted_since_it_began_however_often_it_was_looked_at(monkey
         asyncio.run(told.look())
         lasted.append([wait.seconds for wait in open_waits()])
     assert lasted == [[7.0], [], [1.0]]
-    told._hold.close()
+    told._wait.close()
+
+
+def test_one_that_begins_nothing_of_its_queue_is_named_and_not_who_brings_weights() -> None:
+    """It is the end of the chain, and the watchdog ends it; held, it would wait for the trainer without end."""
+    stuck = {"running": 0, "queued": 3, "tokens": 0, "held": False}
+
+    async def look() -> Mapping[str, Any]:
+        return stuck
+
+    told = Told(look)
+    engine = heard(told)
+    told._wait.close()
+    late = replace(engine, waits=tuple(replace(wait, seconds=10 * QUIET_S) for wait in engine.waits))
+    explanation = explain([late, ASKS, TRAINS], QUIET_S)
+    assert explanation.root == "generator-0"
+    last = "generator-0 waits for its server: the first of what is queued there to be begun (125 s)"
+    assert explanation.chain[-1].startswith(last)
+    (sentence,) = hung_engines([late, ASKS, TRAINS], QUIET_S).values()
+    assert sentence.startswith(last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.generation.sglang import hooks, plugin
+from areal_hpc.generation.sglang.pauses import tell_pauses
 
 
 def test_without_a_word_in_the_environment_nothing_of_this_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: py
         hooks.SCHEDULER: ["get_internal_state"],
         hooks.TOKENIZER: [
             *("_weight_update_session_call", "update_weights_from_distributed"),
-            "init_weights_update_group",
+            *("init_weights_update_group", "get_loads"),
         ],
         hooks.UPDATER: [
             *("begin_weight_update", "end_weight_update"),
@@ -60,8 +62,23 @@ def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: py
             hooks.register(limit_s=1.0, stages=True)
         assert registered == []
     hooks.register(limit_s=1.0, stages=False)  # which has no need of that place
-    assert len(registered) == len(set(registered)) == 2
+    assert len(registered) == len(set(registered)) == 3
     if not lacks:
         registered.clear()
         hooks.register(limit_s=1.0, stages=True)
-        assert len(registered) == len(set(registered)) == 9
+        assert len(registered) == len(set(registered)) == 10
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_every_schedulers_load_tells_whether_sglang_is_paused(paused: bool) -> None:
+    asked: list[Any] = []
+
+    async def get_loads(self: Any, include: Any = None, dp_rank: Any = None) -> list[Any]:
+        asked.append((self, include, dp_rank))
+        return [SimpleNamespace(queues=SimpleNamespace(waiting=3, paused=0)) for _ in range(2)]
+
+    tokenizer = SimpleNamespace(is_pause=paused)
+    told = asyncio.run(tell_pauses(get_loads, tokenizer, include=["core"], dp_rank=1))
+    assert [load.queues for load in told] == [SimpleNamespace(waiting=3, paused=paused)] * 2
+    assert [type(load.queues.paused) for load in told] == [bool, bool], "a number is SGLang's own"
+    assert asked == [(tokenizer, ["core"], 1)]

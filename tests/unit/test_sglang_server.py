@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -229,6 +230,7 @@ sglang:num_requests_total{is_streaming="true"} 11.0
 
 PROGRAM = """#!{python}
 import json, os, signal, sys, time
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, HTTPServer
 METRICS = {metrics!r}
 words = json.load(sys.stdin)["arguments"]
@@ -245,9 +247,10 @@ class Handler(BaseHTTPRequestHandler):
         ready = self.path != "/health_generate" or time.monotonic() > came + 0.3
         if self.path == "/model_info" and fault == "stops":
             time.sleep(60)
-        body = {{"weight_version": "7", "loads": [
-            {{"num_running_reqs": 2, "num_waiting_reqs": 1}},
-            {{"num_running_reqs": 0, "num_waiting_reqs": 3}},
+        about = {{"timestamp": time.time(), "queues": {{"paused": False}}}}
+        body = {{"weight_version": "7", "timestamp": datetime.now(timezone.utc).isoformat(), "loads": [
+            {{"num_running_reqs": 2, "num_waiting_reqs": 1, **about}},
+            {{"num_running_reqs": 0, "num_waiting_reqs": 3, **about}},
         ], "internal_states": [{{"areal_hpc": {{"deltas": True}}}} if fault == "takes ours" else {{}}]}}
         if self.path == "/end":
             print("areal_hpc: lower the temperature\\nand a last line that says less", flush=True)
@@ -304,6 +307,41 @@ def test_a_server_is_up_when_it_generates_and_gone_afterwards(tmp_path: Path) ->
     assert log.stat().st_mode & 0o077 == 0
 
 
+AT = "2026-01-02T03:04:05+00:00"
+AT_S = 1767323045.0
+"""The same moment, by coreutils' date."""
+
+
+@pytest.mark.parametrize(
+    ("paused", "age_s", "told"),
+    [
+        (True, 0.0, {"running": 0, "queued": 8, "held": True}),
+        (False, 0.0, {"running": 5, "queued": 3, "held": False}),
+        (False, 900.0, {"running": 5, "queued": 3, "held": False}),
+        (0, 2.0, {"running": 5, "queued": 3, "held": False}),
+        (0, 11.0, {"running": 0, "queued": 8, "held": True}),
+    ],
+    ids=["paused", "at work", "it hangs", "at work, without our code", "paused or hangs, without our code"],
+)
+def test_a_pause_is_told_from_a_server_that_hangs_where_it_has_our_code(
+    paused: bool | int, age_s: float, told: dict[str, Any]
+) -> None:
+    about = {"timestamp": AT_S - age_s, "queues": {"waiting": 1, "paused": paused}}
+    ranks = [{"num_running_reqs": 4, "num_waiting_reqs": 3, **about}, {"num_running_reqs": 1, "num_waiting_reqs": 0}]
+    ranks[1] |= about
+    answers = {
+        "/v1/loads?include=core,queues": {"timestamp": AT, "loads": ranks},
+        "/model_info": {"weight_version": "7"},
+        "/metrics": METRICS,
+    }
+
+    async def get(path: str) -> Any:
+        return answers[path]
+
+    stub: Any = SimpleNamespace(get=get)
+    assert asyncio.run(load_of(stub)) == {**told, "version": 7, "tokens": 741}
+
+
 def test_sglang_prints_its_key_and_the_log_does_not_have_it(tmp_path: Path) -> None:
     text = serve(tmp_path, nothing).read_text()
     assert "'--api-key', '[redacted]'" in text
@@ -345,7 +383,7 @@ def test_what_a_person_has_to_change_is_a_mistake_of_theirs_only_if_the_server_s
     async def use(started: ServerProcess) -> None:
         with pytest.raises(GenerationError):
             await started.get("/end")
-        died = started.death()
+        died = await started.death()
         assert type(died) is error
         if error is ConfigError:
             assert str(died) == "lower the temperature"
@@ -359,9 +397,33 @@ def test_who_lives_and_does_not_answer_is_said_to_do_so(tmp_path: Path, monkeypa
     monkeypatch.setattr(server, "END_S", 0.1)
 
     async def use(started: ServerProcess) -> None:
-        assert "does not answer" in str(started.death())
+        assert "does not answer" in str(await started.death())
 
     serve(tmp_path, use)
+
+
+def test_the_loop_turns_while_a_servers_death_and_the_end_of_its_log_are_waited_for() -> None:
+    """A generator that did not would hear of no stop, and answer nobody, for as long as both may take."""
+    ended, read = threading.Event(), threading.Event()
+    lines: list[str] = []
+
+    def wait(limit_s: float) -> int:
+        if not ended.wait(limit_s):
+            raise subprocess.TimeoutExpired("server", limit_s)
+        return 1
+
+    process: Any = SimpleNamespace(pid=1, returncode=1, poll=lambda: 1 if ended.is_set() else None, wait=wait)
+    output: Any = SimpleNamespace(join=read.wait, last=lines, path="its.log")
+
+    async def die() -> str:
+        dying = asyncio.create_task(ServerProcess("SGLang", "http://127.0.0.1:1", KEY, process, output).death())
+        await asyncio.sleep(0)  # it waits by now
+        ended.set()
+        lines.append("out of memory")
+        read.set()
+        return str(await dying)
+
+    assert asyncio.run(die()) == "the SGLang server has ended with code 1. The end of its log its.log:\nout of memory"
 
 
 @pytest.mark.parametrize("needs", [{"keeps_weights": True}, {"lora": LORA}])

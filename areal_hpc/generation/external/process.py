@@ -57,14 +57,12 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def death(self) -> ArealError:
+    async def death(self) -> ArealError:
         """Why it has ended, or does not answer, by the end of its log: a ConfigError if that says what a person has to
         change. Waits a little for one that is about to end."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        if self.alive():
-            return self._failure("does not answer")
-        died = self._failure(f"has ended with code {self._process.returncode}")
+        if not await self._ends(END_S):
+            return await self._failure("does not answer")
+        died = await self._failure(f"has ended with code {self._process.returncode}")
         told = [line for line in self._output.last if line.startswith(UNFIT)]
         unfit = self._process.returncode == EXIT_USER_ERROR and bool(told)
         return ConfigError(told[-1].removeprefix(UNFIT)) if unfit else died
@@ -87,9 +85,11 @@ class ServerProcess:
         with waiting(f"the {self._engine} server to come up", limit_s=limit_s):
             while not await self._generates():
                 if not self.alive():
-                    raise self._failure(f"ended with code {self._process.returncode} before it was up")
+                    raise await self._failure(f"ended with code {self._process.returncode} before it was up")
                 if time.monotonic() > deadline:
-                    raise self._failure(f"did not come up in {limit_s:g} s; raise limits.start_s if it needs longer")
+                    raise await self._failure(
+                        f"did not come up in {limit_s:g} s; raise limits.start_s if it needs longer"
+                    )
                 await asyncio.sleep(POLL_S)
         self._output.starting = False
 
@@ -99,9 +99,9 @@ class ServerProcess:
             return status == 200
         return False
 
-    def _failure(self, what: str) -> GenerationError:
+    async def _failure(self, what: str) -> GenerationError:
         if not self.alive():
-            self._output.join(END_S)
+            await asyncio.to_thread(self._output.join, END_S)
         lines = "\n".join(self._output.last) or "(nothing)"
         return GenerationError(f"the {self._engine} server {what}. The end of its log {self._output.path}:\n{lines}")
 

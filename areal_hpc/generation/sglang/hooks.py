@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_hpc.generation.sglang.joining import Joining, join_patiently
+from areal_hpc.generation.sglang.pauses import tell_pauses
 from areal_hpc.generation.sglang.staging import Staged, begin_at_once, receive_at_once
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -21,7 +22,7 @@ Hooks = Mapping[str, Callable[..., Any]]
 
 
 def register(*, limit_s: float, stages: bool, keeps: bool = False, adapters: Mapping[str, Any] | None = None) -> None:
-    """Have SGLang of this process take weights as ``plugin.ORDER`` says.
+    """Have SGLang of this process take weights as ``plugin.ORDER`` says, and tell whether it is paused.
 
     Raises:
         AttributeError, ImportError: this SGLang lacks one of the places, so that none is taken. SGLang logs that, and
@@ -29,7 +30,7 @@ def register(*, limit_s: float, stages: bool, keeps: bool = False, adapters: Map
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = joining_hooks(Joining(limit_s=limit_s))
+    hooks: Hooks = {**joining_hooks(Joining(limit_s=limit_s)), f"{TOKENIZER}.get_loads": tell_pauses}
     if stages:
         hooks = {**hooks, **staging_hooks(Staged(limit_s=limit_s, keeps=keeps, adapters=adapters))}
     for target in hooks:

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from areal_hpc.generation.sglang.arguments import server_arguments, server_envir
 
 DECODED = "sglang:realtime_tokens_total"
 FINISHED = "sglang:num_requests_total"
+OLD_S = 10.0
+"""Loads that were published so long ago are of an SGLang that is paused, for all that is known without our code."""
 
 
 async def load(server: ServerProcess) -> Mapping[str, Any]:
     """The version that it serves, sequences running and queued, the tokens that it has sampled since its start, and
-    whether sequences are held: in a pause all of them are back in the queue.
+    whether sequences are held, which is in a pause.
 
     The rate that SGLang tells itself is that of 40 decoding steps, and a pause sets it to 0: with a weight update
     every few seconds it is nearly always 0. What it counts is right at any time: the tokens of decoding steps, and
@@ -38,16 +41,27 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
     Raises:
         GenerationError: it did not answer, or refused.
     """
-    loads, model = await server.get("/v1/loads?include=core"), await server.get("/model_info")
+    loads, model = await server.get("/v1/loads?include=core,queues"), await server.get("/model_info")
     metrics = await server.get("/metrics")
-    running, queued = (sum(rank[f"num_{of}_reqs"] for rank in loads["loads"]) for of in ("running", "waiting"))
     return {
+        **_standing(loads),
         "version": int(model["weight_version"]),
-        "running": running,
-        "queued": queued,
-        "held": not running and queued > 0,
         "tokens": int(counted(metrics, DECODED, mode="decode") + counted(metrics, FINISHED)),
     }
+
+
+def _standing(loads: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what ``/v1/loads`` answers: in a pause its loads are old, and what ran is back in the queue since."""
+    ranks, now = loads["loads"], datetime.fromisoformat(loads["timestamp"]).timestamp()
+    running, queued = (sum(rank[f"num_{of}_reqs"] for rank in ranks) for of in ("running", "waiting"))
+    held = any(_is_paused(rank, now) for rank in ranks)
+    return {"running": 0 if held else running, "queued": queued + (running if held else 0), "held": held}
+
+
+def _is_paused(rank: Mapping[str, Any], now: float) -> bool:
+    """As ``pauses.py`` says; of an SGLang without our code, by when it last published its load."""
+    told = rank["queues"]["paused"]
+    return told if isinstance(told, bool) else now - rank["timestamp"] > OLD_S
 
 
 @asynccontextmanager

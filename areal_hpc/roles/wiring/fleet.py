@@ -9,7 +9,9 @@
     nobody is left                  publish waits for the first that comes, within limits.start_s; or where satellites
                                     are to come, until for limits.join_s none was in Slurm's queue either
 
-An engine that failed an update and lives is tried again in growing pauses; what is wrong with it may pass.
+An engine that failed an update and lives is tried again in growing pauses; what is wrong with it may pass. After
+``TRIES`` in a row its process is given up, which ends and is started anew, and after ``LIVES`` of those it is left out
+while others serve: each try holds the trainer up. One that has failed is caught up alone, so that it spoils no other's.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ SLOW_S = 5.0
 """An update shorter than this holds nobody up, however few bytes it moved."""
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
+TRIES = 4
+"""Updates in a row that may fail on one process of an engine: one more than vLLM needs to say how late it always is."""
+LIVES = 2
+"""Processes of an engine, one after the other, on which that may happen."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
 """Until an engine that failed is tried again: doubled each time that it fails."""
 
@@ -46,6 +52,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 class Engine(WeightTarget, Protocol):
     """A weight target that may be started again elsewhere; ``EngineClient`` is one."""
+
+    incarnation: int
 
     def moved(self) -> object | None: ...
 
@@ -75,7 +83,8 @@ class Fleet:
         in_the_queue: whether satellites may be in Slurm's queue: ``desert_s`` begins anew when none is any more.
         min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
         stopping: whether nobody needs them any more.
-        record: takes ``("engine", values)`` whenever one is lost or is back.
+        record: takes ``("engine", values)`` whenever one is lost, given up, left out or back.
+        give_up: takes an engine's name, the incarnation of its process, and why that is to end.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class Fleet:
         min_mb_per_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
+        give_up: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -98,7 +108,8 @@ class Fleet:
         self._new: set[str] = set()  # who has joined, and never had the newest weights
         self._deserted_since: float | None = None
         self._deserted_s = 0.0
-        self._wait_s, self._desert_s, self._stopping, self._record = wait_s, desert_s, stopping, record
+        self._wait_s, self._desert_s, self._stopping = wait_s, desert_s, stopping
+        self._record, self._give_up = record, give_up
         self._in_the_queue = in_the_queue
         self._counted_from = 0.0  # of a time without engines: since when none was in the queue
         self._clock, self._sleep = clock, sleep
@@ -109,6 +120,8 @@ class Fleet:
         self._out: set[str] = set()  # who is known to be lost
         self._pauses: dict[str, float] = {}  # of those that failed: until the next try
         self._next_try: dict[str, float] = {}
+        self._failures: dict[str, int] = {}  # updates in a row that an engine failed, whichever process it was
+        self._given_up: dict[str, int] = {}  # the incarnation of an engine that is to end
         self._since: float | None = None  # when a publish failed first, none having gone well since
 
     def publish(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float] | None:
@@ -121,12 +134,15 @@ class Fleet:
             WeightUpdateError: no try has gone well for so long.
         """
         self._since = self._clock() if self._since is None else self._since
+        members = []
         try:
             if not self._someone_is_there(version):
                 return {}
+            members = [target.name for target in self._transport.membership.members]
             moved: Mapping[str, float] = self._run(self._transport.publish(version, weights))
         except WeightUpdateError as error:
             self._tell(version, up_to_date=False)
+            self._count_failures(version, members)
             if self._clock() > self._since + self._wait_s:
                 raise
             log.warning("version %d: %s", version, error)
@@ -147,7 +163,9 @@ class Fleet:
         if self._clock() < self._next_look:
             return False
         self._next_look = self._clock() + LOOK_S
-        self._behind = self._find(self._come() + self._due())
+        wanted = [e for e in self._come() + self._due() if self._failures.get(e.name, 0) < TRIES * LIVES]
+        found = self._find(wanted)
+        self._behind = [engine for engine in found if engine.name not in self._failures] or found[:1]
         self._count_desertion()
         return bool(self._behind)
 
@@ -185,6 +203,7 @@ class Fleet:
             log.warning("version %d: %s", version, error)
             for engine in self._behind:
                 self._postpone(engine.name)
+            self._count_failures(version, [engine.name for engine in self._behind])
         else:
             self._tell(version, up_to_date=True)
         finally:
@@ -266,6 +285,8 @@ class Fleet:
         for engine in replaced:
             membership.dismiss(engine.name, "its process was replaced")
         self._engines += joined
+        for engine in joined:  # perhaps on another node
+            self._failures.pop(engine.name, None)
         self._new |= {engine.name for engine in joined} - membership.lost.keys()
         return [*replaced, *joined]
 
@@ -274,7 +295,8 @@ class Fleet:
 
     def _due(self) -> list[Engine]:
         now = self._clock()
-        return [e for e in self._engines if self._may_return(e) and self._next_try.get(e.name, 0.0) <= now]
+        staying = [e for e in self._engines if self._given_up.get(e.name) != e.incarnation]
+        return [e for e in staying if self._may_return(e) and self._next_try.get(e.name, 0.0) <= now]
 
     def _find(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those of ``engines`` that can be reached; all are tried at once, since a node that is gone takes its time."""
@@ -293,6 +315,21 @@ class Fleet:
         pause = self._pauses[name] = min(LAST_PAUSE_S, 2 * self._pauses.get(name, FIRST_PAUSE_S / 2))
         self._next_try[name] = self._clock() + pause
 
+    def _count_failures(self, version: int, names: Collection[str]) -> None:
+        """Note who of ``names`` has failed an update, and see to those that do nothing else."""
+        lost = self._transport.membership.lost
+        for engine in [engine for engine in self._engines if engine.name in lost and engine.name in names]:
+            failures = self._failures[engine.name] = self._failures.get(engine.name, 0) + 1
+            why = f"{failures} updates of its weights in a row have failed, the last so: {lost[engine.name]}"
+            if failures == TRIES * LIVES:
+                log.error("%s: %s; it gets no more while others serve", engine.name, why)
+                self._record("engine", {"engine": engine.name, "event": "left out", "version": version, "reason": why})
+            elif failures % TRIES == 0:
+                log.error("%s: %s; it is started anew. Raise limits.weight_update_s if it is late", engine.name, why)
+                self._record("engine", {"engine": engine.name, "event": "given up", "version": version, "reason": why})
+                self._given_up[engine.name] = engine.incarnation
+                self._give_up(engine.name, engine.incarnation, why)
+
     def _tell(self, version: int, *, up_to_date: bool) -> None:
         """Record who has been lost, and, once all members have ``version``, who is back."""
         lost = self._transport.membership.lost
@@ -306,6 +343,8 @@ class Fleet:
             self._out.discard(name)
             self._new.discard(name)
             self._pauses.pop(name, None)
+        if up_to_date:
+            self._failures = {name: number for name, number in self._failures.items() if name in lost}
 
 
 async def _reach(engines: Sequence[Engine]) -> list[GenerationError | None]:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from areal_hpc.generation.embedded.engine import EmbeddedEngine
 
 
+SERVER = "its server"
+AWAITED = {LEADER: "weights; it is paused", SERVER: "the first of what is queued there to be begun"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
     """One engine replica as its role process sees it."""
@@ -32,7 +36,7 @@ class ServedEngine:
     """Raises OSError where it cannot be seen whether the nodes of an engine that has several hold together."""
     load: Callable[[], Awaitable[Mapping[str, Any]]]
     """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
-    death: Callable[[], ArealError]
+    death: Callable[[], Awaitable[ArealError]]
     """What is to be raised of one that is not alive any more, or does not answer."""
 
 
@@ -68,12 +72,16 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     engine.start()
     token = token_of(process, process.index, process.incarnation)
     url, server = await start_server(engine, host=process.host, token=token)
+
+    async def death() -> ArealError:
+        return GenerationError(f"the engine of {process.name} has ended; see the log above")
+
     try:
         yield ServedEngine(
             url=url,
             alive=lambda: engine.scheduler.alive,
             load=Meter(_looking_at(engine)).load,
-            death=lambda: GenerationError(f"the engine of {process.name} has ended; see the log above"),
+            death=death,
         )
     finally:
         await server.cleanup()
@@ -111,13 +119,14 @@ class Meter:
 
 class Told:
     """What an engine in another process achieves and waits for, said as this one's own: it has no heartbeat to say it
-    in, and would be taken for one that hangs as soon as somebody waits long for an answer."""
+    in, and would be taken for one that hangs as soon as somebody waits long for an answer. One that begins nothing of
+    what it has queued waits for nobody in the run, and is taken for one that hangs."""
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
         self._sampled, self._loading = 0, None
-        self._held = False
-        self._hold = ExitStack()
+        self._waits_for = ""
+        self._wait = ExitStack()
 
     async def look(self) -> Mapping[str, Any]:
         """What it answers of its load."""
@@ -128,12 +137,15 @@ class Told:
         if loading != self._loading:
             advance("looks at weights that it loads")
         self._sampled, self._loading = seen["tokens"], loading
-        if held and not self._held:
-            self._hold.enter_context(waiting("weights; it is paused", LEADER, limit_s=None))
-        elif not held:
-            self._hold.close()
-        self._held = held
+        self._wait_for(LEADER if held else SERVER if seen["queued"] and not seen["running"] else "")
         return seen
+
+    def _wait_for(self, party: str) -> None:
+        if party != self._waits_for:
+            self._wait.close()
+            if party:
+                self._wait.enter_context(waiting(AWAITED[party], party, limit_s=None))
+            self._waits_for = party
 
 
 @asynccontextmanager
@@ -148,7 +160,7 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         def alive() -> bool:
             return server.alive() and not (over.done() and over.result())
 
-        def death() -> ArealError:
-            return GenerationError(over.result()) if over.done() else server.death()
+        async def death() -> ArealError:
+            return GenerationError(over.result()) if over.done() else await server.death()
 
         yield ServedEngine(url=server.url, alive=alive, load=Meter(Told(load).look).load, death=death)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capac
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.journal import Journal
 from areal_hpc.liveness.alone import alone
+from areal_hpc.liveness.given_up import give_up
 from areal_hpc.pretrained.files import read_shapes, trainable
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
@@ -176,6 +178,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,
+        give_up=partial(give_up, process.attempt),
     )
     return TrainerSide(
         reader=reader,
