@@ -33,10 +33,20 @@ class Accelerator:
     """Generic resource that Slurm knows it by; empty where there is none."""
     extension: str = ""
     """Module whose import registers device and backend with torch; empty where torch has them."""
+    blocking_wait: str = ""
+    """Environment variable, read when a group is made, that has errors of its operations raised where these are waited
+    for; else torch ends the process. Empty where they always are."""
 
 
 CPU = Accelerator(name="cpu", device="cpu", collective="gloo", visible_devices="", gres="")
-CUDA = Accelerator(name="cuda", device="cuda", collective="nccl", visible_devices="CUDA_VISIBLE_DEVICES", gres="gpu")
+CUDA = Accelerator(
+    name="cuda",
+    device="cuda",
+    collective="nccl",
+    visible_devices="CUDA_VISIBLE_DEVICES",
+    gres="gpu",
+    blocking_wait="TORCH_NCCL_BLOCKING_WAIT",
+)
 NPU = Accelerator(
     name="npu",
     device="npu",
@@ -44,6 +54,7 @@ NPU = Accelerator(
     visible_devices="ASCEND_RT_VISIBLE_DEVICES",
     gres="npu",
     extension="torch_npu",
+    blocking_wait="HCCL_BLOCKING_WAIT",
 )
 NO_DEVICES = ("", "-1", "NoDevFiles")
 """What a variable says that hides all devices; the last is Slurm's."""

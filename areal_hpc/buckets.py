@@ -76,6 +76,8 @@ def plan_buckets(
     weights: Iterable[tuple[str, Weight]],
     limit_bytes: int,
     memory: BucketMemory | None = None,
+    *,
+    summed: bool = True,
 ) -> Iterator[Bucket]:
     """Pack a stream of tensors, in the order given, into buckets of at most ``limit_bytes``.
 
@@ -84,6 +86,7 @@ def plan_buckets(
 
     Args:
         memory: where the buckets are made; by default each in memory of its own, where the tensors are.
+        summed: whether somebody will ask for checksums: of what lies on a device they cost a copy to the host.
 
     Raises:
         WeightUpdateError: a name comes twice.
@@ -97,12 +100,12 @@ def plan_buckets(
             raise WeightUpdateError(f"weight {name!r} comes twice in one update; names must be unique")
         seen.add(name)
         if pending and size + tensor.nbytes > limit_bytes:
-            yield _fill(pending, memory)
+            yield _fill(pending, memory, summed)
             pending, size = [], 0
         pending.append((name, tensor))
         size += tensor.nbytes
     if pending:
-        yield _fill(pending, memory)
+        yield _fill(pending, memory, summed)
 
 
 class BucketMemory:
@@ -134,7 +137,7 @@ class BucketMemory:
         self._used.clear()
 
 
-def _fill(weights: list[tuple[str, Weight]], memory: BucketMemory) -> Bucket:
+def _fill(weights: list[tuple[str, Weight]], memory: BucketMemory, summed: bool) -> Bucket:
     ordered = sorted(weights, key=lambda item: -item[1].dtype.itemsize)  # stable: equal sizes keep their order
     blank = [_spec(name, tensor) for name, tensor in ordered]
     first = ordered[0][1]
@@ -148,6 +151,8 @@ def _fill(weights: list[tuple[str, Weight]], memory: BucketMemory) -> Bucket:
         else:
             assert isinstance(piece, torch.Tensor)
             piece.copy_(tensor.detach())  # takes any strides to the contiguous order of the bucket
+    if not summed:
+        return Bucket(specs=tuple(blank), buffer=buffer)
     in_host_memory = _pieces(buffer.cpu(), blank)
     return Bucket(specs=tuple(map(_with_checksum, blank, in_host_memory)), buffer=buffer)
 

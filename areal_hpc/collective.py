@@ -10,7 +10,7 @@ run's by now, is told so.
     name = name_at(store, "w-1-0")                                        and the name, such as w-1-0@f10c3a2b9d7e6541
     group = join_group(address, 0, timeout_s, store)                      trainer, while every engine runs
     group = join_group(address, rank, timeout_s)                          engine, the same at the same time
-    dist.broadcast(buffer, group=group, group_src=0)                      all of them
+    broadcast(buffer, group)                                              all of them
     leave_group(group)
 
 The trainer's ranks are a group of their own, whose members are called "trainer-0" and so on:
@@ -33,7 +33,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ from areal_hpc.transfer import GroupAddress
 from areal_hpc.waits import waiting
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch._C._distributed_c10d import Store, TCPStore
     from torch.distributed import ProcessGroup
 
@@ -127,12 +128,16 @@ def _require_known(store: Store, address: GroupAddress) -> None:
         )
 
 
-def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPStore | None = None) -> ProcessGroup:
-    """Enter the group as ``rank``; returns when all its ranks are there.
+def join_group(
+    address: GroupAddress, rank: int, timeout_s: float, store: TCPStore | None = None, *, vital: bool = False
+) -> ProcessGroup:
+    """Enter the group as ``rank``; returns when all its ranks are there. Those of NCCL meet in their first operation.
 
     Args:
         timeout_s: limit of the entry, and then of each collective operation on the group.
         store: what ``host_store`` returned, on the rank that hosts it.
+        vital: this process is nothing without the other members, and may end with them. Else it learns of their death
+            by an error, where it waits for an operation.
 
     Raises:
         torch.distributed.DistError: the store or a member did not come in time; or the store is another run's, as far
@@ -149,15 +154,16 @@ def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPSto
     place = PrefixStore(address.name, store)
     if NONCE in address.name:
         _require_known(place, address)
-    group, _ = c10d._new_process_group_helper(
-        address.world_size,
-        rank,
-        [],  # no ranks of the default group: the members need not share one
-        dist.Backend(address.backend),
-        place,
-        group_name=c10d.GroupName(address.name),
-        timeout=limit,
-    )
+    with nullcontext() if vital else _errors_raised(device_for(address.backend)):
+        group, _ = c10d._new_process_group_helper(
+            address.world_size,
+            rank,
+            [],  # no ranks of the default group: the members need not share one
+            dist.Backend(address.backend),
+            place,
+            group_name=c10d.GroupName(address.name),
+            timeout=limit,
+        )
     assert isinstance(group, dist.ProcessGroup)
     _limits[address.name] = timeout_s
     # The table by which collectives translate ranks; new_group fills it only for subsets of the default group.
@@ -165,12 +171,40 @@ def join_group(address: GroupAddress, rank: int, timeout_s: float, store: TCPSto
     return group
 
 
-def leave_group(group: ProcessGroup) -> None:
-    """Drop the group on this rank, whatever its other members do."""
+@contextmanager
+def _errors_raised(row: Accelerator) -> Iterator[None]:
+    """Groups that are made meanwhile tell errors to who waits for an operation, and leave the process alone."""
+    before = os.environ.get(row.blocking_wait)
+    if not row.blocking_wait or before is not None:
+        yield
+        return
+    os.environ[row.blocking_wait] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[row.blocking_wait]
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
+    """From rank 0 to all others; it is there when this returns, on devices as well.
+
+    Raises:
+        RuntimeError: a member died, or did not take part within the group's limit.
+    """
     import torch.distributed as dist
 
+    work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+    assert work is not None, "this process is in the group"
+    limit_s = limit_of(group)
+    work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
+
+
+def leave_group(group: ProcessGroup) -> None:
+    """Drop the group on this rank, whatever its other members do: to destroy it in order is to wait for these."""
+    from torch.distributed import distributed_c10d as c10d
+
     _limits.pop(group.group_name, None)
-    dist.destroy_process_group(group)
+    c10d._abort_process_group(group)
 
 
 def limit_of(group: ProcessGroup) -> float | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from areal_hpc.errors import CorruptRecord
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.types import (
     Batch,
     Completion,
@@ -58,7 +58,7 @@ class Generator(Protocol):
 class WeightTarget(Protocol):
     """One engine replica as a weight transport sees it.
 
-        stages = await target.prepare()                           whether it samples on while buckets come
+        reception = await target.prepare()                        how it takes buckets
         await target.join(group, rank_offset)                     once for each membership
         await target.load_bucket(group.name, specs)               while rank 0 broadcasts the same bucket; a spec with
                                                                   ``num_changed`` is a delta against what it serves
@@ -72,7 +72,7 @@ class WeightTarget(Protocol):
     name: str
     num_ranks: int
 
-    async def prepare(self) -> bool: ...
+    async def prepare(self) -> Reception: ...
 
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 
@@ -107,7 +107,7 @@ class WeightTransport(Protocol):
         await transport.catch_up(version, backend.weights(), targets)  newcomers at once, while the members sample on
 
     ``told`` holds ``seconds``, ``seconds_paused``, the ``bytes`` that each engine was sent, the ``fingerprint`` of the
-    weights, and ``bytes_saved`` where only what has changed is sent, or adapters alone.
+    weights where somebody proves them, and ``bytes_saved`` where only what has changed is sent, or adapters alone.
 
     Raises:
         WeightUpdateError: a target could not be brought to the version whole; names it. It is lost then.

@@ -25,3 +25,13 @@ class GroupAddress:
     name: str
     world_size: int
     backend: str  # gloo, nccl, hccl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reception:
+    """How an engine takes an update that comes in buckets."""
+
+    stages: bool
+    """Beside what it samples with, so that it is paused after the last one only."""
+    proves: bool
+    """By the checksums in the specs."""

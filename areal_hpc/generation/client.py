@@ -46,7 +46,7 @@ from areal_hpc.generation.capabilities import Capabilities, PauseMode
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.generation.routed import asking_for_experts, told_experts
 from areal_hpc.routing import Record, Routing
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.types import Completion, GenerationRequest
 
 
@@ -305,8 +305,8 @@ class EngineClient:
         """Drop a weight group. An engine that knows no group of that name has left it just as well."""
         await self._order("/destroy_weights_update_group", {"group_name": group_name}, also=400)
 
-    async def prepare(self) -> bool:
-        """Leave behind whatever an update that failed has left. Whether buckets may come before ``pause``."""
+    async def prepare(self) -> Reception:
+        """Leave behind whatever an update that failed has left. How buckets are taken."""
         try:
             capabilities = await self._probed()
             if self._in_session and not capabilities.stages:  # either answer leaves none open; who stages drops it
@@ -315,7 +315,8 @@ class EngineClient:
         except GenerationError as error:
             raise WeightUpdateError(f"{self!r} cannot take new weights: {error}") from error
         self._broken = False
-        return capabilities.stages
+        proves = capabilities.checksums or capabilities.manifests
+        return Reception(stages=capabilities.stages, proves=proves)
 
     async def pause(self) -> None:
         """Stop sampling. Running requests freeze, or come back as far as they are where updates interrupt."""

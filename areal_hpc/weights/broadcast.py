@@ -1,7 +1,7 @@
 """New weights by collective broadcast: from the trainer's rank 0 to all engine ranks at once, bucket by bucket.
 
-    first bucket ready, every member says whether it samples on while buckets come
-    pause all, if one does not           ---- sampling stops
+    every member says how it takes buckets: whether it samples on meanwhile, and whether it proves them
+    first bucket ready: pause all, if one does not sample on        ---- sampling stops
     membership changed? every member joins a group of a fresh name w-<epoch>-<k>@<nonce> at a fresh port
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     pause all, if that was not needed before
@@ -84,7 +84,8 @@ class BroadcastTransport:
 
         Returns:
             ``seconds`` in all, ``seconds_paused`` of the engines, ``bytes`` sent to each, with a baseline or adapters
-            ``bytes_saved`` by it, ``fingerprint`` of what was sent (see ``buckets.fingerprint``).
+            ``bytes_saved`` by it, ``fingerprint`` of what was sent (see ``buckets.fingerprint``) where an engine proves
+            what comes.
 
         Raises:
             WeightUpdateError: names the engines at fault, or says that none is left. The others stay paused, or, if
@@ -128,18 +129,18 @@ class BroadcastTransport:
         specs: list[TensorSpec] = []
         try:
             membership.require()
-            with self._buckets(travelling) as ahead:
+            reception = await membership.prepare()
+            with self._buckets(travelling, summed=reception.proves) as ahead:
                 bucket = await ahead.take()
-                stages = await membership.prepare()
                 paused = time.monotonic()
-                if not stages:
+                if not reception.stages:
                     await membership.all("pause", lambda target: target.pause())
                 await group.gather()
                 while bucket is not None:
                     await group.send(bucket)
                     specs += bucket.specs
                     bucket = await ahead.take()
-            if stages:
+            if reception.stages:
                 paused = time.monotonic()
                 await membership.all("pause", lambda target: target.pause())
             await membership.all("resume", lambda target: target.resume(version))
@@ -150,16 +151,17 @@ class BroadcastTransport:
             "seconds": end - start,
             "seconds_paused": end - paused,
             **sent(specs, self._stands_for, deltas=self._baseline is not None),
-            "fingerprint": float(fingerprint(specs)),
+            **({"fingerprint": float(fingerprint(specs))} if reception.proves else {}),
         }
 
     @contextmanager
-    def _buckets(self, travelling: Iterator[tuple[str, Weight]]) -> Iterator[Ahead]:
+    def _buckets(self, travelling: Iterator[tuple[str, Weight]], *, summed: bool) -> Iterator[Ahead]:
         """Packed ahead. In host memory the next update takes the room that this one had, if it went well: page faults
         cost more than the copy. That of a device is the trainer's to use meanwhile."""
         went_well = False
         try:
-            with Ahead(plan_buckets(travelling, self._bucket_bytes, self._memory)) as ahead:
+            planned = plan_buckets(travelling, self._bucket_bytes, self._memory, summed=summed)
+            with Ahead(planned) as ahead:
                 yield ahead
             went_well = True
         finally:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from areal_hpc.buckets import Bucket
-from areal_hpc.collective import host_store, interfaces, join_group, leave_group, name_at
+from areal_hpc.collective import broadcast, host_store, interfaces, join_group, leave_group, name_at
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import GroupAddress
@@ -79,14 +78,11 @@ class WeightGroup:
             WeightUpdateError: see ``_together``.
         """
 
-        def broadcast() -> None:
-            import torch.distributed as dist
+        def send() -> None:
+            assert self._group is not None
+            broadcast(bucket.buffer, self._group)
 
-            work = dist.broadcast(bucket.buffer, group=self._group, group_src=0, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=self.membership.timeout_s))
-
-        await self._together("load a bucket", broadcast, lambda t: t.load_bucket(self._name, bucket.specs))
+        await self._together("load a bucket", send, lambda t: t.load_bucket(self._name, bucket.specs))
         advance("bytes broadcast", bucket.buffer.numel())
 
     async def close(self) -> None:
@@ -121,7 +117,8 @@ class WeightGroup:
             raise
         if any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
-            own_error = mine.exception()
+            own_error = mine.exception() if mine.done() else WeightUpdateError(f"rank 0 hangs where it was to {what}")
+            mine.cancel()  # the thread stays where it is, and nobody wants it any more
             if guilty:
                 self.membership.lose({name: why + about for name, why in guilty.items()})
             assert own_error is not None, "nobody failed"
@@ -134,7 +131,8 @@ class WeightGroup:
         first = [target for task, target in calls.items() if task.done() and task.exception()][:1]
         for target in first:  # if it lives, its leaving wakes all who wait for it inside the operation
             await asyncio.gather(self.membership.attempt(target, "leave", self._leave), return_exceptions=True)
-        await asyncio.wait({mine})
+        # Its operation has that limit, but for the meeting of NCCL's ranks before the first, which has none.
+        await asyncio.wait({mine}, timeout=self.membership.timeout_s)
         self._abandon()  # which wakes the members that still wait for rank 0
         await asyncio.wait(calls)
         reasons = {target.name: str(task.exception()) for task, target in calls.items() if task.exception()}

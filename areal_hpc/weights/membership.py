@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
+from areal_hpc.transfer import Reception
 from areal_hpc.waits import waiting
 
 Call = Callable[[WeightTarget], Awaitable[None]]
@@ -73,19 +74,19 @@ class Membership:
         if not self.members:
             raise WeightUpdateError(f"no engine is left that could take new weights; lost: {self.lost}")
 
-    async def prepare(self) -> bool:
-        """Make every member ready for an update. Whether all of them sample on while weights come.
+    async def prepare(self) -> Reception:
+        """Make every member ready for an update. It is staged if all of them do, and proven if one does.
 
         Raises:
             WeightUpdateError: as ``all``.
         """
-        stages: list[bool] = []
+        told: list[Reception] = []
 
         async def prepare(target: WeightTarget) -> None:
-            stages.append(await target.prepare())
+            told.append(await target.prepare())
 
         await self.all("get ready for new weights", prepare)
-        return all(stages)
+        return Reception(stages=all(one.stages for one in told), proves=any(one.proves for one in told))
 
     async def attempt(self, target: WeightTarget, what: str, call: Call) -> None:
         """One call in bounded time.

@@ -92,7 +92,7 @@ def test_an_engine_on_two_nodes_answers_takes_weights_and_is_started_anew_when_o
         async with serve_engine(process("generator")) as engine:
             client = client_of(engine.url, 0)
             await answer(client, 0)
-            assert await client.prepare(), "both ranks put what comes beside the model"
+            assert (await client.prepare()).stages, "both ranks put what comes beside the model"
             broadcast = BroadcastTransport([client], epoch=1, bucket_bytes=20_000, timeout_s=100)
             await broadcast.publish(1, weights(1))
             await answer(client, 1)

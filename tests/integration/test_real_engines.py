@@ -153,7 +153,7 @@ def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind:
             if kind == "broadcast"
             else DiskTransport(tmp_path / "weights", [client], epoch=version, file_bytes=50_000, timeout_s=100)
         )
-        assert await client.prepare(), "it need not pause before the first bucket"
+        assert (await client.prepare()).stages, "it need not pause before the first bucket"
         asking = asyncio.create_task(client.generate(asked(900)))
         await until_running(world)
         await transport.publish(version, iter(weights))

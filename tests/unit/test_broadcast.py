@@ -11,7 +11,7 @@ import torch
 
 from areal_hpc.buckets import Bucket
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.weights import broadcast
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.broadcast import BroadcastTransport
@@ -23,17 +23,18 @@ WEIGHTS = {"a": torch.ones(400), "b": torch.ones(400), "c": torch.ones(400)}
 class Target:
     num_ranks = 1
 
-    def __init__(self, name: str, log: list[str], *, stages: bool, refuses: str = "") -> None:
-        self.name, self._log, self._stages, self.refuses = name, log, stages, refuses
+    def __init__(self, name: str, log: list[str], *, stages: bool, proves: bool = True, refuses: str = "") -> None:
+        self.name, self._log, self.refuses = name, log, refuses
+        self._stages, self._proves = stages, proves
 
     def note(self, what: str) -> None:
         self._log.append(f"{self.name} {what}")
         if what == self.refuses:
             raise WeightUpdateError(f"{self.name} refuses to {what}")
 
-    async def prepare(self) -> bool:
+    async def prepare(self) -> Reception:
         self.note("prepare")
-        return self._stages
+        return Reception(stages=self._stages, proves=self._proves)
 
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 
@@ -98,9 +99,17 @@ def test_engines_that_stage_are_paused_after_the_last_bucket(log: list[str]) -> 
 
 
 def test_one_that_does_not_stage_has_all_paused_before_the_first(log: list[str]) -> None:
-    targets = [Target("x", log, stages=True), Target("y", log, stages=False)]
+    targets = [Target("x", log, stages=True), Target("y", log, stages=False, proves=False)]
     publish(BroadcastTransport(targets, epoch=1, bucket_bytes=2000))
     assert log == ["x prepare", "y prepare", "x pause", "y pause", *SENDING, "x resume 5", "y resume 5"]
+    assert all(spec.checksum for spec in Group.sent), "x proves what comes"
+
+
+def test_where_nobody_proves_what_comes_nobody_sums_it(log: list[str]) -> None:
+    """What lies on a device would be copied to the host for that, while all are paused."""
+    told = publish(BroadcastTransport([Target("x", log, stages=False, proves=False)], epoch=1, bucket_bytes=2000))
+    assert [spec.checksum for spec in Group.sent] == [0, 0, 0]
+    assert "fingerprint" not in told and told["bytes"] == 4800
 
 
 @pytest.mark.parametrize("refused", ["prepare", "pause", "resume 5"])

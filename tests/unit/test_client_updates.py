@@ -85,7 +85,7 @@ def test_sglang_with_our_code_in_its_workers_reads_what_a_bucket_holds_from_its_
     changes = [replace(SPECS[0], num_changed=1), replace(SPECS[0], name="v")]
 
     async def scenario(client: EngineClient) -> None:
-        assert await client.prepare(), "it takes buckets before the pause"
+        assert (await client.prepare()).stages, "it takes buckets before the pause"
         await client.load_bucket("w-0-0", changes)
 
     engine = FakeEngine(info={"version": "0.5.21", "internal_states": [{"areal_hpc": {"deltas": True}}, {}]})
@@ -110,7 +110,7 @@ def test_what_an_update_left_open_is_ended_but_not_where_that_would_put_it_into_
     engine = FakeEngine(info={"version": "x", "areal_hpc": {"checksums": True, "stages": stages}})
 
     async def scenario(client: EngineClient) -> None:
-        assert await client.prepare() is stages
+        assert (await client.prepare()).stages is stages
         await client.load_bucket("w-0-0", SPECS)
         await client.prepare()
         assert engine.paths().count("/end_weight_update") == ended

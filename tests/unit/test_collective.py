@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.collective import (
     bracketed,
+    broadcast,
     device_for,
     host_store,
     join_group,
@@ -147,6 +149,52 @@ def test_the_wait_for_others_is_named_until_a_device_is_done(monkeypatch: pytest
     assert seen == [["the sum of gradients"]]
     assert not open_waits()
     leave_group(group)
+
+
+@pytest.mark.parametrize("vital", [False, True])
+def test_a_group_that_outlives_its_members_raises_errors_and_only_while_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, vital: bool
+) -> None:
+    """NCCL's own watch would end the trainer with an engine; torch reads whether it is to when a group is made."""
+    variable, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.delenv(variable, raising=False)
+
+    def make(*_: object, **__: object) -> None:
+        seen.append(os.environ.get(variable))
+        raise dist.DistBackendError("there is no NCCL here")
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    store = host_store(timeout_s=LIMIT_S)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="w", world_size=2, backend="nccl")
+    with pytest.raises(dist.DistBackendError):
+        join_group(address, 0, LIMIT_S, store, vital=vital)
+    assert seen == [None if vital else "1"]
+    assert variable not in os.environ
+
+
+def wait_in_vain(address: GroupAddress, pipe: Connection) -> None:
+    group = join_group(address, 1, LIMIT_S)
+    pipe.send("in")
+    try:
+        broadcast(torch.ones(1), group)
+    except RuntimeError as error:
+        pipe.send(type(error).__name__)
+    leave_group(group)
+
+
+def test_who_leaves_a_group_waits_for_nobody_and_wakes_who_waits_for_it() -> None:
+    store = host_store(timeout_s=LIMIT_S)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name="w-left", world_size=2, backend="gloo")
+    ours, theirs = SPAWN.Pipe()
+    engine = SPAWN.Process(target=wait_in_vain, args=(address, theirs))
+    engine.start()
+    group = join_group(address, 0, LIMIT_S, store)
+    assert ours.poll(LIMIT_S) and ours.recv() == "in"
+    leave_group(group)
+    del group  # gloo's connections close with the last hold on it
+    assert ours.poll(LIMIT_S / 2) and ours.recv()
+    engine.join(LIMIT_S)
+    assert engine.exitcode == 0
 
 
 def test_torch_is_told_to_remember_operations_in_words_that_it_knows(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.weight_files import MANIFEST
 from areal_hpc.weights.disk import DiskTransport
 
@@ -33,8 +33,8 @@ class Target:
         if what == self.refuses:
             raise WeightUpdateError(f"{self.name} refuses to {what}")
 
-    async def prepare(self) -> bool:
-        return False
+    async def prepare(self) -> Reception:
+        return Reception(stages=False, proves=True)
 
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 

@@ -15,7 +15,7 @@ from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.weights.disk import DiskTransport
 
 
@@ -27,8 +27,8 @@ class Target:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine, self.bad = engine, True
 
-    async def prepare(self) -> bool:
-        return True
+    async def prepare(self) -> Reception:
+        return Reception(stages=True, proves=True)
 
     async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
 

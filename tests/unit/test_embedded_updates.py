@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from embedded_engines import LIMIT_S, MakeEngine, Models
 from safetensors.torch import load_file
 
 from areal_hpc.buckets import Bucket, plan_buckets
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.embedded import updates
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import QUARANTINE
 
@@ -29,7 +29,7 @@ class Sender:
         self.received = [threading.Event() for _ in buckets]
         self.gates = [threading.Event() for _ in buckets]
         self._pool = ThreadPoolExecutor(1)
-        monkeypatch.setattr(dist, "broadcast", self._broadcast)
+        monkeypatch.setattr(updates, "broadcast", self._broadcast)
         engine.updates._groups["g"] = self  # type: ignore[assignment]  # only handed on to the broadcast
         spare, gates = engine.model.spare, iter(self.gates)
         load = spare.load
@@ -40,7 +40,7 @@ class Sender:
 
         monkeypatch.setattr(spare, "load", slow)
 
-    def _broadcast(self, buffer: torch.Tensor, **_: Any) -> None:
+    def _broadcast(self, buffer: torch.Tensor, _: Any) -> None:
         number = sum(event.is_set() for event in self.received)
         buffer.copy_(self.buckets[number].buffer)
         self.received[number].set()

@@ -20,10 +20,11 @@ from frozen_models import FrozenModel
 from areal_hpc.buckets import Bucket, plan_buckets
 from areal_hpc.delta import difference
 from areal_hpc.generation import manifest
-from areal_hpc.generation.served import merging
+from areal_hpc.generation.served import arrivals, merging
 from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.sglang.staging import Staged
 from areal_hpc.pretrained.files import read_weights
+from areal_hpc.transfer import Reception
 from areal_hpc.weights.baseline import Baseline
 from areal_hpc.weights.disk import DiskTransport
 
@@ -85,11 +86,11 @@ class World:
         for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, structs.__name__, structs)
-        monkeypatch.setattr(torch.distributed, "broadcast", self._broadcast)
+        monkeypatch.setattr(arrivals, "broadcast", self._broadcast)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
 
-    def _broadcast(self, buffer: torch.Tensor, *, group: str, group_src: int) -> None:
-        assert (group, group_src) == ("the group", 0)
+    def _broadcast(self, buffer: torch.Tensor, group: str) -> None:
+        assert group == "the group"
         sent = self.sent.get(timeout=LIMIT_S)
         if sent is None:
             raise RuntimeError("connection closed by peer")
@@ -302,8 +303,8 @@ class Target:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def prepare(self) -> bool:
-        return True
+    async def prepare(self) -> Reception:
+        return Reception(stages=True, proves=True)
 
     async def pause(self) -> None: ...
 

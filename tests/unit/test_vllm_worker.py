@@ -16,7 +16,9 @@ from frozen_models import FrozenModel
 
 from areal_hpc.buckets import plan_buckets
 from areal_hpc.errors import WeightUpdateError
+from areal_hpc.generation.served import arrivals
 from areal_hpc.generation.vllm.worker import Receiver
+from areal_hpc.transfer import Reception
 from areal_hpc.weights.disk import DiskTransport
 
 LIMIT_S = 20.0
@@ -32,9 +34,9 @@ class Worker(Receiver):
         self.model: dict[str, torch.Tensor] = {}
         self.sent: queue.Queue[torch.Tensor | None] = queue.Queue()
         self.areal_arrivals.groups["w"] = "the group"  # type: ignore[assignment]
-        monkeypatch.setattr(torch.distributed, "broadcast", self._broadcast)
+        monkeypatch.setattr(arrivals, "broadcast", self._broadcast)
 
-    def _broadcast(self, buffer: torch.Tensor, *, group: Any, group_src: int) -> None:
+    def _broadcast(self, buffer: torch.Tensor, group: Any) -> None:
         sent = self.sent.get(timeout=LIMIT_S)
         if sent is None:
             raise RuntimeError("connection closed by peer")
@@ -116,8 +118,8 @@ def test_a_directory_becomes_the_model(worker: Worker, tmp_path: Path, kind: str
     class Target:
         name, num_ranks = "engine-0", 1
 
-        async def prepare(self) -> bool:
-            return True
+        async def prepare(self) -> Reception:
+            return Reception(stages=True, proves=True)
 
         async def pause(self) -> None: ...
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.buckets import BucketMemory, dtype_named, num_bytes, unpack, verify
-from areal_hpc.collective import join_group, leave_group
+from areal_hpc.collective import broadcast, join_group, leave_group
 from areal_hpc.delta import Weight, checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.embedded.model import Model
@@ -139,7 +139,7 @@ class WeightUpdates:
 
     def _receive_flattened(self, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
         buffer = self._memory.take(sum(map(num_bytes, specs)))
-        dist.broadcast(buffer, group=group, group_src=0)
+        broadcast(buffer, group)
         return lambda: unpack(buffer, specs, checked=checked)
 
     def _load(self, session: _Session, arrived: Arrived) -> None:
@@ -248,7 +248,7 @@ def _receive_each(group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked
     """Each into memory of its own: in whatever order they come, they cannot lie back to back."""
     weights = [(spec.name, torch.empty(spec.shape, dtype=dtype_named(spec.dtype))) for spec in specs]
     for _, tensor in weights:
-        dist.broadcast(tensor, group=group, group_src=0)
+        broadcast(tensor, group)
 
     def proven() -> Sequence[tuple[str, Weight]]:
         for (name, tensor), spec in zip(weights, specs, strict=True) if checked else ():

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from areal_hpc.buckets import num_bytes, unpack
-from areal_hpc.collective import join_group
+from areal_hpc.collective import broadcast, join_group
 from areal_hpc.delta import Delta, Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.served.merging import Merging, Tensors
@@ -66,7 +65,7 @@ class Arrivals:
     def receive(self, group: str, specs: Sequence[TensorSpec], device: torch.device, *, checked: bool) -> None:
         """Take one bucket that rank 0 broadcasts. Raises WeightUpdateError if it is not what was sent."""
         buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8, device=device)
-        dist.broadcast(buffer, group=self.groups[group], group_src=0)
+        broadcast(buffer, self.groups[group])
         self.new.update(self.taken(unpack(buffer, specs, checked=checked)))
 
     def taken(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -85,7 +85,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     )
     others = [f"trainer-{rank}" for rank in range(config.trainer.ranks) if rank != process.index]
     with waiting("the ranks' group to form", *others, limit_s=timeout_s):
-        return Ranks(join_group(address, process.index, timeout_s, store), device)
+        return Ranks(join_group(address, process.index, timeout_s, store, vital=True), device)
 
 
 def make_backend(config: Config, ranks: Ranks, *, whole: bool = False) -> TrainerBackend:

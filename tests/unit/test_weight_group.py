@@ -1,0 +1,65 @@
+"""Rank 0's end of a weight group, where its own part hangs; no process group, nothing is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, cast
+
+import pytest
+import torch
+
+from areal_hpc.buckets import Bucket, plan_buckets
+from areal_hpc.errors import WeightUpdateError
+from areal_hpc.protocols import WeightTarget
+from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.weights import group as module
+from areal_hpc.weights.group import WeightGroup
+from areal_hpc.weights.membership import Membership
+
+LIMIT_S = 0.2
+
+
+class Engine:
+    """Dies when the first bucket comes, which is when NCCL's ranks meet."""
+
+    name, num_ranks = "engine-0", 1
+
+    async def join(self, group: GroupAddress, rank_offset: int) -> None: ...
+
+    async def leave(self, group_name: str) -> None:
+        raise WeightUpdateError("it does not answer")
+
+    async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None:
+        raise WeightUpdateError("it has died")
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What holds rank 0's thread; its group is one that can be left."""
+    over = threading.Event()
+    monkeypatch.setattr(module, "join_group", lambda *_, **__: object())
+    monkeypatch.setattr(module, "leave_group", lambda _: None)
+    monkeypatch.setattr(module, "broadcast", lambda *_: over.wait())
+    yield over
+    over.set()
+
+
+def test_fault_46_an_entry_without_a_limit_is_given_up_and_who_died_is_named(held: threading.Event) -> None:
+    [bucket] = plan_buckets([("w", torch.ones(3))], 100)
+
+    async def update(bucket: Bucket) -> None:
+        engines = [cast(WeightTarget, Engine())]
+        names = (f"w-1-{number}" for number in count())
+        group = WeightGroup(Membership(engines, LIMIT_S), names=names, backend="nccl", host="127.0.0.1")
+        await group.gather()
+        try:
+            await asyncio.wait_for(group.send(bucket), 60.0)
+        finally:
+            assert list(group.membership.lost) == ["engine-0"]
+            held.set()  # or the loop would wait for the thread at its end
+
+    with pytest.raises(WeightUpdateError, match="it has died"):
+        asyncio.run(update(bucket))
