@@ -97,6 +97,18 @@ def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int
     return 2 * hidden + (2 * head if family.startswith("qwen3") else 0) + (queries + 2 * keys if biased else 0) + output
 
 
+def model_size(config: Config) -> Size | None:
+    """The size of the run's model; None where it is not there yet, or cannot be counted."""
+    path = Path(config.model.path) / "config.json"
+    return size_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def trained_parameters(config: Config, size: Size) -> int:
+    """Those that the optimizer has: the adapters', where there are any. Without a critic's."""
+    lora = config.model.lora
+    return lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
+
+
 def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
     """Of one trainer rank: weights, gradients and optimizer, also of a critic; and activations of one micro-batch."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
@@ -105,7 +117,7 @@ def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
     if config.trainer.backend is TrainerBackendName.MEGATRON:  # masters and moments are spread over data parallel ranks
         ranks = model_ranks(config)
         state = (4 + rounded) / ranks + 12 / config.trainer.ranks
-    trained = lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
+    trained = trained_parameters(config, size)
     frozen = size.parameters * width / model_ranks(config) if lora.rank or config.algorithm.kl.coef else 0.0
     critic = size.parameters * state if recipe_of(config.algorithm.name).critic else 0.0
     return trained * state + frozen + critic, _activation_bytes(config, size, width) + _logits_bytes(config, size)
@@ -150,7 +162,7 @@ def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
     if not path.is_file():
         yield f"memory       not known: there is no {path} yet"
         return
-    size = size_of(json.loads(path.read_text(encoding="utf-8")))
+    size = model_size(config)
     if size is None:
         yield f"memory       not known: {path} describes no decoder that can be counted"
         return
