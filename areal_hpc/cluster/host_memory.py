@@ -2,8 +2,8 @@
 
     trainer rank     masters and moments, where a checkpoint copies them to before it writes: of the reference trainer
                      rank 0 alone, of Megatron each rank its share
-    engine rank      the model once more: an update of SGLang or vLLM is put beside the one that they compute with, and
-                     where adapters travel alone the frozen model stays there; of the embedded engine an update alone
+    engine rank      the model, where an update is put there beside the one that is computed with, or where changes or
+                     adapters travel alone, of which the rest of the model must be at hand
     without GPUs     what would be on the device as well
 
 A lower bound: what programs, data and page cache take comes on top.
@@ -27,7 +27,7 @@ from areal_hpc.cluster.estimate import GIB, Size, engine_bytes, model_size, trai
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.recipes import recipe_of
-from areal_hpc.config.schema import Config, Dtype, EngineName, TrainerBackendName
+from areal_hpc.config.schema import Config, Dtype, EngineName, TrainerBackendName, TransportName
 
 MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 UNITS = {"K": 1 << 10, "M": 1 << 20, "": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -86,10 +86,22 @@ def _satellite(config: Config) -> list[Component]:
 
 def rank_bytes(config: Config, size: Size, *, has_gpus: bool) -> float:
     """Of one rank of an engine."""
-    embedded = config.generation.backend is EngineName.EMBEDDED
-    stays_small = embedded and config.model.lora.rank > 0 and not takes_whole(config)
-    beside = 0.0 if stays_small else float(size.parameters * (2 if config.model.dtype is Dtype.BFLOAT16 else 4))
-    return beside + (0.0 if has_gpus and not embedded else sum(engine_bytes(config, size)))
+    on_device = has_gpus and config.generation.backend is not EngineName.EMBEDDED
+    width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
+    beside = float(size.parameters * width) if _keeps_a_model(config, on_device=on_device) else 0.0
+    return beside + (0.0 if on_device else sum(engine_bytes(config, size)))
+
+
+def _keeps_a_model(config: Config, *, on_device: bool) -> bool:
+    """Whether host memory has a whole model for updates, as each kind of engine has them."""
+    adapters = config.model.lora.rank > 0 and not takes_whole(config)
+    match config.generation.backend:
+        case EngineName.EMBEDDED:
+            return not adapters  # of which it computes with two sets
+        case EngineName.SGLANG:
+            return config.generation.pipeline_parallel == 1 and (adapters or config.weights.delta or not on_device)
+        case EngineName.VLLM:  # reads a directory one tensor at a time
+            return adapters or config.weights.delta or config.weights.transport is not TransportName.DISK
 
 
 def trainer_rank_bytes(config: Config, size: Size, rank: int, *, has_gpus: bool) -> float:

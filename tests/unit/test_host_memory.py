@@ -76,7 +76,31 @@ def test_the_embedded_engine_keeps_no_second_model_for_adapters() -> None:
     assert rank_bytes(whole, SIZE, has_gpus=True) == rank_bytes(whole, SIZE, has_gpus=False), "it computes on the CPU"
 
 
-@pytest.mark.parametrize("adapters", [(), LORA_WORDS], ids=["whole", "lora"])
+VLLM = ("generation.backend=vllm", "generation.python=python", "model.dtype=bfloat16")
+DELTA, DISK, ADAPTERS = "weights.delta=true", "weights.transport=disk", "model.lora.rank=8"
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [
+        (SGLANG, 0),  # loads what comes into the model on the device
+        ((*SGLANG, ADAPTERS), 1),
+        ((*SGLANG, DELTA), 1),
+        ((*SGLANG, ADAPTERS, DISK, "generation.pipeline_parallel=2"), 0),
+        (VLLM, 1),  # receives while it samples
+        ((*VLLM, DISK), 0),
+        ((*VLLM, DISK, DELTA), 1),
+        ((*VLLM, DISK, ADAPTERS), 1),
+    ],
+)
+def test_which_engines_have_a_model_in_host_memory_beside_that_on_the_device(
+    words: tuple[str, ...], copies: int
+) -> None:
+    assert SIZE is not None
+    assert rank_bytes(config_of(*words), SIZE, has_gpus=True) == copies * MODEL
+
+
+@pytest.mark.parametrize("adapters", [(DELTA,), LORA_WORDS], ids=["delta", "lora"])
 def test_every_rank_of_every_engine_on_a_node_counts_and_too_little_is_said(model: str, adapters: tuple[str]) -> None:
     """Two engines of four ranks on each of two nodes: eight copies a node."""
     words = [model, *SGLANG, *adapters, "cluster.shape=het", "cluster.all.gres=gpu:8", "cluster.all.mem=8G"]
@@ -92,7 +116,7 @@ def test_every_rank_of_every_engine_on_a_node_counts_and_too_little_is_said(mode
 
 
 def test_a_satellite_is_a_job_of_its_own(model: str) -> None:
-    words = [model, *SGLANG, "cluster.shape=satellites", "cluster.all.gres=gpu:4", "generation.replicas=0"]
+    words = [model, *SGLANG, *LORA_WORDS, "cluster.shape=satellites", "cluster.all.gres=gpu:4", "generation.replicas=0"]
     config = config_of(*words, "cluster.generation.mem_per_gpu=1G")
     lines = list(host_lines(config, roles_of(config)))
     needed = f"{4 * MODEL / GIB:.2g}"
