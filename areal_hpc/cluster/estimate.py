@@ -47,6 +47,12 @@ class Size:
     """Elements of adapters of rank 1 on all matrices of one name; of experts there are none."""
 
 
+def gib(num_bytes: float) -> str:
+    """In GiB, with as many digits as an estimate is worth."""
+    value = num_bytes / GIB
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
+
+
 def gpu_name(request: ComponentConfig) -> str:
     """What Slurm calls the GPUs that a component asks for, such as a100; empty where it does not say."""
     named = re.match(r"([a-z]\w*):", request.gpus_per_node or request.gpus_per_task)
@@ -170,13 +176,13 @@ def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
     yield f"model        {size.parameters:,} parameters{active}"
     state, activations = trainer_bytes(config, size)
     yield (
-        f"memory       about {(state + activations) / GIB:.2g} GiB for each trainer rank: {state / GIB:.2g} weights "
-        f"and optimizer, {activations / GIB:.2g} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
+        f"memory       about {gib(state + activations)} GiB for each trainer rank: {gib(state)} weights "
+        f"and optimizer, {gib(activations)} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
     )
     weights, cache = engine_bytes(config, size)
     yield (
-        f"             about {(weights + cache) / GIB:.2g} GiB for each device of an engine: {weights / GIB:.2g} "
-        f"weights, {cache / GIB:.2g} KV cache of {config.generation.max_running} sequences"
+        f"             about {gib(weights + cache)} GiB for each device of an engine: {gib(weights)} "
+        f"weights, {gib(cache)} KV cache of {config.generation.max_running} sequences"
     )
     tokens, flops = step_flops(config, size)
     yield f"step         at most {tokens:,} tokens, {flops:.1e} operations{_duration(flops, config.trainer.ranks, gpu)}"

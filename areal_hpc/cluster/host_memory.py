@@ -23,7 +23,7 @@ from areal_hpc.cluster.components import (
     satellite_of,
     seats,
 )
-from areal_hpc.cluster.estimate import GIB, Size, engine_bytes, model_size, trained_parameters, trainer_bytes
+from areal_hpc.cluster.estimate import Size, engine_bytes, gib, model_size, trained_parameters, trainer_bytes
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.recipes import recipe_of
@@ -51,13 +51,13 @@ def host_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
         if not needed:
             continue
         asked = asked_bytes(component.request, component.gpus)
-        known = f", of {asked / GIB:.2g} asked for" if asked else ""
-        yield f"{'host memory':<13}at least {needed / GIB:.2g} GiB on a node of {component.name}{known}"
+        known = f", of {gib(asked)} asked for" if asked else ""
+        yield f"{'host memory':<13}at least {gib(needed)} GiB on a node of {component.name}{known}"
         if asked is not None and asked < needed:
             key = "generation" if component.name == "satellite" else component.name
             yield (
-                f"{'advice':<13}{component.name} gets {asked / GIB:.2g} GiB of host memory on a node, and needs "
-                f"{needed / GIB:.2g} and what programs take besides; raise cluster.{key}.mem, or put fewer processes "
+                f"{'advice':<13}{component.name} gets {gib(asked)} GiB of host memory on a node, and needs "
+                f"{gib(needed)} and what programs take besides; raise cluster.{key}.mem, or put fewer processes "
                 "on a node"
             )
 

@@ -64,7 +64,7 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
-            **({} if job is not None and job.is_over else _alone(attempts[-1], now())),
+            **(_alone(attempts[-1], now()) if _has_nodes(job) else {}),
             **_satellites(run, [seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
             **_left_out(run, job),
             "evaluation": evaluation_text(evaluation),
@@ -113,6 +113,11 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
         by_state.setdefault(pulse, []).append(name)
     texts = [f"{', '.join(names)} {pulse}" for pulse, names in sorted(by_state.items())]
     return {"processes": "; ".join(texts) or "none has come up yet"}
+
+
+def _has_nodes(job: JobView | None) -> bool:
+    """Whether nothing is known to the contrary; also of a run outside of Slurm."""
+    return job is None or not (job.is_over or (job.queued is not None and job.queued.state in WAITS))
 
 
 def _may_live(attempt: AttemptDir) -> bool:
