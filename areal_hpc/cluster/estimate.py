@@ -47,6 +47,12 @@ class Size:
     """Elements of adapters of rank 1 on all matrices of one name; of experts there are none."""
 
 
+def gib(num_bytes: float) -> str:
+    """In GiB, with as many digits as an estimate is worth."""
+    value = num_bytes / GIB
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
+
+
 def gpu_name(request: ComponentConfig) -> str:
     """What Slurm calls the GPUs that a component asks for, such as a100; empty where it does not say."""
     named = re.match(r"([a-z]\w*):", request.gpus_per_node or request.gpus_per_task)
@@ -97,6 +103,18 @@ def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int
     return 2 * hidden + (2 * head if family.startswith("qwen3") else 0) + (queries + 2 * keys if biased else 0) + output
 
 
+def model_size(config: Config) -> Size | None:
+    """The size of the run's model; None where it is not there yet, or cannot be counted."""
+    path = Path(config.model.path) / "config.json"
+    return size_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def trained_parameters(config: Config, size: Size) -> int:
+    """Those that the optimizer has: the adapters', where there are any. Without a critic's."""
+    lora = config.model.lora
+    return lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
+
+
 def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
     """Of one trainer rank: weights, gradients and optimizer, also of a critic; and activations of one micro-batch."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
@@ -105,7 +123,7 @@ def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
     if config.trainer.backend is TrainerBackendName.MEGATRON:  # masters and moments are spread over data parallel ranks
         ranks = model_ranks(config)
         state = (4 + rounded) / ranks + 12 / config.trainer.ranks
-    trained = lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
+    trained = trained_parameters(config, size)
     frozen = size.parameters * width / model_ranks(config) if lora.rank or config.algorithm.kl.coef else 0.0
     critic = size.parameters * state if recipe_of(config.algorithm.name).critic else 0.0
     return trained * state + frozen + critic, _activation_bytes(config, size, width) + _logits_bytes(config, size)
@@ -150,7 +168,7 @@ def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
     if not path.is_file():
         yield f"memory       not known: there is no {path} yet"
         return
-    size = size_of(json.loads(path.read_text(encoding="utf-8")))
+    size = model_size(config)
     if size is None:
         yield f"memory       not known: {path} describes no decoder that can be counted"
         return
@@ -158,13 +176,13 @@ def estimate_lines(config: Config, gpu: str) -> Iterator[str]:
     yield f"model        {size.parameters:,} parameters{active}"
     state, activations = trainer_bytes(config, size)
     yield (
-        f"memory       about {(state + activations) / GIB:.2g} GiB for each trainer rank: {state / GIB:.2g} weights "
-        f"and optimizer, {activations / GIB:.2g} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
+        f"memory       about {gib(state + activations)} GiB for each trainer rank: {gib(state)} weights "
+        f"and optimizer, {gib(activations)} a micro-batch of {config.trainer.tokens_per_microbatch:,} tokens"
     )
     weights, cache = engine_bytes(config, size)
     yield (
-        f"             about {(weights + cache) / GIB:.2g} GiB for each device of an engine: {weights / GIB:.2g} "
-        f"weights, {cache / GIB:.2g} KV cache of {config.generation.max_running} sequences"
+        f"             about {gib(weights + cache)} GiB for each device of an engine: {gib(weights)} "
+        f"weights, {gib(cache)} KV cache of {config.generation.max_running} sequences"
     )
     tokens, flops = step_flops(config, size)
     yield f"step         at most {tokens:,} tokens, {flops:.1e} operations{_duration(flops, config.trainer.ranks, gpu)}"

@@ -66,7 +66,8 @@ def takes_satellites(config: Config) -> bool:
 
 def awaits_satellites(config: Config) -> bool:
     """Whether the run may be without any engine for as long as Slurm's queue likes."""
-    return config.cluster.shape is Shape.SATELLITES or config.generation.replicas == 0
+    are_to_come = config.cluster.shape is Shape.SATELLITES or config.generation.replicas == 0
+    return takes_satellites(config) and are_to_come
 
 
 def is_served_by_others(config: Config) -> bool:

@@ -194,7 +194,7 @@ class _Picture:
 
 def sentence(name: str, wait: Wait) -> str:
     """One wait of one process."""
-    limit = "" if wait.limit_s is None else f" of {wait.limit_s:g} s"
+    limit = "" if wait.limit_s is None else f" of {wait.limit_s:.7g} s"
     about = f": {wait.about}" if wait.about else ""
     if wait.count > 1:
         times = f"{wait.count} of them, the oldest for {wait.seconds:.0f} s{limit}{about}"

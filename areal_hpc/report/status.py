@@ -42,10 +42,11 @@ def status_lines(
     """What ``areal-hpc status`` prints, a line each. Of a run that goes on, it looks for a moment who is alive; of one
     that was submitted, it asks Slurm once."""
     attempts, job = run.all_attempts(), None if works_outside(run) else ask(run)
+    present = [seat for _, seat in sorted(seats.present(attempts[-1]).items())] if attempts else []
     job_row = {} if job is None else {"job": job.text()}
     if not attempts:
         rows = {"run": run.root.name, "state": f"not started{_before_start(run, job)}", **job_row}
-        return _aligned({**rows, **_satellites(run, [], job)})
+        return _aligned({**rows, **_satellites(run, present, job)})
     config = configuration(run)
     total_steps = config.get("trainer", {}).get("total_steps")
     trains = not config.get("evaluation", {}).get("checkpoint")
@@ -64,9 +65,9 @@ def status_lines(
             **job_row,
             **({"step": told.step_text(), **told.fields()} if trains else {"generation": told.fields()["generation"]}),
             **({"engines": routing + _capacity_text(config)} if (routing := newest.routing_text()) else {}),
-            **({} if job is not None and job.is_over else _alone(attempts[-1], now())),
-            **_satellites(run, [seat for _, seat in sorted(seats.present(attempts[-1]).items())], job),
-            **_left_out(run, job),
+            **(_alone(attempts[-1], now()) if _has_nodes(job) else {}),
+            **_satellites(run, present, job),
+            **_left_out(run, present, job),
             "evaluation": evaluation_text(evaluation),
             **({"warning": warning} if (warning := newest.drops.warning()) else {}),
             "last record": _ago(newest.last_time, now())
@@ -115,6 +116,11 @@ def _processes(attempt: AttemptDir, watch: Callable[[AttemptDir], Mapping[str, s
     return {"processes": "; ".join(texts) or "none has come up yet"}
 
 
+def _has_nodes(job: JobView | None) -> bool:
+    """Whether nothing is known to the contrary; also of a run outside of Slurm."""
+    return job is None or not (job.is_over or (job.queued is not None and job.queued.state in WAITS))
+
+
 def _may_live(attempt: AttemptDir) -> bool:
     """Whether its launcher is at work, as far as can be known from here."""
     state = read_if_listed(attempt.state)
@@ -138,9 +144,10 @@ def _alone(attempt: AttemptDir, now: float) -> dict[str, str]:
     return {} if told is None else {"no engine": f"for {duration(now - told.since)}: {told.text()}"}
 
 
-def _left_out(run: RunDir, job: JobView | None) -> dict[str, str]:
-    """The nodes without which the newest job and its satellites go on, or went; a run outside of Slurm has none."""
-    there = [] if job is None else [job.job_id, *job.satellites]
+def _left_out(run: RunDir, present: Iterable[Seat], job: JobView | None) -> dict[str, str]:
+    """The nodes without which the newest job goes on, or went, and the satellites that are in the queue or serve."""
+    there = {str(seat.holder().get("job", "")).partition("_")[0] for seat in present}
+    there |= set() if job is None else {job.job_id, *job.satellites}
     told = {who: nodes for who, nodes in left_out(run).items() if who.partition("_")[0] in there}
     over = job.job_id if job is not None and job.is_over else ""
     texts = [f"{', '.join(nodes)} by job {who}{', which is over' * (who == over)}" for who, nodes in told.items()]

@@ -2,7 +2,7 @@
 
 who sits where        plan.py, from the configuration alone; what cannot be is an error
 how it is split       requirements.py of the Megatron trainer, from the model's config.json; likewise
-how large it is       estimate.py, from the model's config.json
+how large it is       estimate.py and host_memory.py, from the model's config.json
 what is missing       provisions.py, from the disk
 what Slurm thinks     site.py and sbatch --test-only, where there is one
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.estimate import estimate_lines, gpu_name
 from areal_hpc.cluster.hetjob import job_of, render
+from areal_hpc.cluster.host_memory import host_lines
 from areal_hpc.cluster.jobs import verdict
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import render_satellite, satellite_job
@@ -35,8 +36,10 @@ def plan_run(config: Config) -> tuple[list[str], bool]:
     """
     require_startable(config)
     _require_split(config)
-    lines = list(plan_lines(config, roles_of(config)))
+    roles = roles_of(config)
+    lines = list(plan_lines(config, roles))
     lines += estimate_lines(config, gpu_name(components_of(config)[0].request))
+    lines += host_lines(config, roles)
     lacks = list(missing(config))
     lines += [f"missing      {one}" for one in lacks]
     scripts = {"sbatch": render(job_of(config, log="%j.log", directory=Path.cwd()), "true")}

@@ -88,3 +88,15 @@ def test_engines_join_and_leave_a_run_that_has_none(tmp_path: Path, model: Path)
         check_exactly_once(started.run)
         assert num_joined(started) >= 3
         assert {path.name for path in attempt.logs.glob("generator-*")} == {"generator-0.log", "generator-1.log"}
+
+
+def test_a_run_that_nobody_joins_for_longer_than_its_budget_stops_and_says_why(tmp_path: Path, model: Path) -> None:
+    with launched(tmp_path, model, "generation.replicas=0", "limits.alone_s=1") as started:
+        assert started.wait(60) == EXIT_STOPPED, started.text
+        why = "no engine was there for 1 s (limits.alone_s)"
+        assert (
+            f"{why}, so the run stops; `areal-hpc resume` goes on: no satellite waits in Slurm's queue" in started.text
+        )
+        assert f"stopped: {why} (attempt 1)" in command("status", started.run.root).stdout
+        assert len(started.run.all_attempts()) == 1
+        assert started.left_over() == []

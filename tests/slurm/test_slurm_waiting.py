@@ -18,7 +18,7 @@ from areal_hpc.run_dir import AttemptDir, RunDir
 
 STEPS = 4
 WORDS = (f"trainer.total_steps={STEPS}", "cluster.all.cpus=4", "cluster.satellites=1", "limits.stop_s=20")
-JOIN_S = 3.0
+JOIN_S = 2.0
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from started import leave
 
-from areal_hpc.cluster.jobs import Place
+from areal_hpc.cluster.jobs import Place, Queued
 from areal_hpc.errors import SubmissionError
 from areal_hpc.fs import make_private_directory, publish_json, read_json
 from areal_hpc.liveness import seats
@@ -165,14 +165,15 @@ def test_a_budget_has_the_run_stop_in_order_and_says_what_it_waited_for(
 
 def test_status_says_for_how_long_and_why_while_the_launcher_is_at_work(world: World) -> None:
     world.queue = {"13_1": WAITS}
+    publish_json(world.attempt.job, {"job_id": "12"})
     world.look()
 
-    def shown() -> dict[str, str]:
-        lines = status_lines(
-            world.run, now=lambda: SINCE + 3723.0, watch=lambda _: {}, ask=lambda _: JobView(job_id="12", problem="x")
-        )
+    def shown(state: str = "RUNNING") -> dict[str, str]:
+        view = JobView(job_id="12", queued=Queued(state=state))
+        lines = status_lines(world.run, now=lambda: SINCE + 3723.0, watch=lambda _: {}, ask=lambda _: view)
         return dict(line.split("  ", 1) for line in lines)
 
     assert shown()["no engine"].strip().startswith("for 1:02:03: 13_1 in Slurm's queue: Priority: jobs with a higher")
+    assert "no engine" not in shown("PENDING"), "nobody waits for one while the run's own job does"
     publish_json(world.attempt.state, {**read_json(world.attempt.state), "state": "stopped"})
     assert "no engine" not in shown()

@@ -11,7 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_hpc.cluster import estimate
-from areal_hpc.cluster.estimate import GIB, engine_bytes, estimate_lines, gpu_name, size_of, step_flops, trainer_bytes
+from areal_hpc.cluster.estimate import (
+    GIB,
+    engine_bytes,
+    estimate_lines,
+    gib,
+    gpu_name,
+    size_of,
+    step_flops,
+    trainer_bytes,
+)
 from areal_hpc.config.cluster import ComponentConfig
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
@@ -174,3 +183,8 @@ def test_the_lines_of_a_plan(tmp_path: Path) -> None:
     assert f"{18 * 596_049_920 / GIB:.2g} weights and optimizer" in lines[1]
     assert lines[3].endswith("of training on 1 A100 at 40% of 312 TFLOP/s")
     assert "TFLOP" not in list(estimate_lines(config_of(f"model.path={tmp_path}"), "mystery"))[3]
+
+
+@pytest.mark.parametrize(("size", "text"), [(1.234, "1.2"), (99.2, "99"), (99.6, "100"), (1234.5, "1,234")])
+def test_gibibytes_are_written_out(size: float, text: str) -> None:
+    assert gib(size * GIB) == text

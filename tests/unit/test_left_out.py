@@ -24,6 +24,7 @@ from areal_hpc.config.schema import Config
 from areal_hpc.errors import AttemptFailed, ConfigError, Fenced, NodeLost, RunDirError
 from areal_hpc.exits import EXIT_ELSEWHERE, EXIT_USER_ERROR
 from areal_hpc.fs import make_private_directory, read_json
+from areal_hpc.liveness import seats
 from areal_hpc.liveness.job import JobView, note_satellite
 from areal_hpc.liveness.left_out import MOST, TIMES, leave_out, left_out
 from areal_hpc.liveness.resting import rest, resting
@@ -175,6 +176,17 @@ def test_the_attempt_is_stopped_and_the_job_is_to_go_on_elsewhere(
     assert "left out" not in dict(line.split("  ", 1) for line in status_lines(run, ask=lambda _: None))
     assert why_lines(run)[0].startswith("run run, attempt 1: stopped: node n2 has lost device 0 of trainer-0; ")
     assert left_out(run) == {"12": ["n2"]}
+
+
+def test_of_satellites_that_serve_a_run_outside_of_slurm_it_is_told_what_they_leave_out(run: RunDir) -> None:
+    leave(run, "running")
+    for job in ("9_1", "10"):
+        room = make_private_directory(run.satellites / f"avoided-{job}")
+        (room / "n2").write_text("n2\n")
+    assert not any(line.startswith("left out") for line in status_lines(run, watch=lambda _: {}))
+    seats.take(run.attempt(1), 0, {"job": "9_1", "host": "n3"}).come_up()
+    (line,) = (line for line in status_lines(run, watch=lambda _: {}) if line.startswith("left out"))
+    assert line.partition("  ")[2].strip() == "n2 by job 9_1: without the devices that were asked for"
 
 
 @pytest.mark.usefixtures("avoided")

@@ -14,6 +14,7 @@ from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
 from areal_hpc.config.derived import QUEUE_S, collective_s, signal_lead_s
+from areal_hpc.config.keys import with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.resolve import resolve
 from areal_hpc.config.schema import Config
@@ -241,3 +242,5 @@ def test_trainer_ranks_wait_for_rank_0_as_long_as_it_may_wait_for_a_satellite(
 def test_an_agents_request_is_not_given_up_while_its_episode_waits_for_a_satellite() -> None:
     assert request_s(config_of("rollout.timeout_s=60")) == QUEUE_S + 60
     assert request_s(config_of("rollout.timeout_s=60", "cluster.shape=local")) == 60
+    evaluation = with_value(config_of("rollout.timeout_s=60"), "evaluation.checkpoint", "RUN")
+    assert request_s(evaluation) == 60, "its engines are its own, whatever the run's shape is"
