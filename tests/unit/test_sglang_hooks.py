@@ -48,6 +48,7 @@ def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: py
         hooks.UPDATER: [
             *("begin_weight_update", "end_weight_update"),
             *("update_weights_from_distributed", "update_weights_from_disk", "init_weights_update_group"),
+            "destroy_weights_update_group",
         ],
     }
     for path, names in methods.items():
@@ -62,11 +63,11 @@ def test_an_sglang_that_lacks_one_of_the_places_is_left_as_it_is(monkeypatch: py
             hooks.register(limit_s=1.0, stages=True)
         assert registered == []
     hooks.register(limit_s=1.0, stages=False)  # which has no need of that place
-    assert len(registered) == len(set(registered)) == 3
+    assert len(registered) == len(set(registered)) == 4
     if not lacks:
         registered.clear()
         hooks.register(limit_s=1.0, stages=True)
-        assert len(registered) == len(set(registered)) == 10
+        assert len(registered) == len(set(registered)) == 11
 
 
 @pytest.mark.parametrize("paused", [True, False])

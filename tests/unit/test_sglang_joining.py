@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 from forked import SERVER
 
-from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.collective import host_store, join_group, leave_group, limit_of
+from areal_hpc.generation.served import entering
 from areal_hpc.generation.sglang.joining import FORMING, Joining, join_patiently
 from areal_hpc.transfer import GroupAddress
 
+THEIRS = "what SGLang itself does"
 LIMIT_S = 120.0
 """The trainer's process is started while an engine waits for it already."""
 
@@ -48,6 +51,10 @@ class Scheduler:
             rank_offset=rank_offset,
         )
         return self.joining.join(lambda *_: pytest.fail("SGLang's own way in"), updater, request)
+
+    def leave(self, name: str) -> str:
+        told: str = self.joining.leave(lambda *_: THEIRS, None, SimpleNamespace(group_name=name))
+        return told
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +139,30 @@ def test_a_group_that_nobody_wants_any_more_keeps_none_waiting_that_comes_after_
     takes_part(engine, address_of(store, "w-1-3"))
     for group in engine.groups.values():
         leave_group(group)
+
+
+def test_a_group_that_is_left_while_it_forms_has_no_member_here_once_it_has(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come, joined = threading.Event(), list[Any]()
+
+    def join_late(address: GroupAddress, rank: int, limit_s: float) -> Any:
+        assert come.wait(LIMIT_S)
+        joined.append(join_group(address, rank, limit_s))
+        return joined[0]
+
+    monkeypatch.setattr(entering, "join_group", join_late)
+    engine, address = Scheduler(0, Joining(limit_s=LIMIT_S)), replace(address_of(store, "w-1-5"), world_size=1)
+    assert engine.join(address, rank_offset=0).message == FORMING
+    assert engine.leave("another") == engine.leave(address.name) == THEIRS
+    told = engine.join(address, rank_offset=0)
+    assert (told.success, told.message) == (False, "group 'w-1-5' was left before it had formed")
+    come.set()
+    deadline = time.monotonic() + LIMIT_S
+    while not joined or limit_of(joined[0]) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert (engine.groups, engine.joining.entering) == ({}, {})
 
 
 @pytest.mark.parametrize("all_enter", [True, False])

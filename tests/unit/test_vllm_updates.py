@@ -101,9 +101,29 @@ def test_weights_arrive_whole_or_the_engine_serves_nothing(
         assert (await client.generate(asked(3, "healed"))).versions.tolist() == [9] * 3
         taken = [method for method, _ in engine.llm.called]
         update = ["areal_idle", "areal_begin", "areal_receive", "areal_come"]
-        assert taken == ["areal_join", "areal_come", *update * 2, "areal_ready", "areal_load"]
+        assert taken == ["areal_join", "areal_entered", *update * 2, "areal_ready", "areal_load"]
 
     drive(scenario)
+
+
+@pytest.mark.parametrize("fate", ["late", "failed"])
+def test_D24_a_group_that_did_not_form_is_left_by_the_workers_that_have_entered_it_or_will(
+    drive: Drive, fate: str
+) -> None:
+    async def scenario(client: EngineClient, engine: Any) -> None:
+        if fate == "late":
+            engine.llm.answers = {"areal_entered": False}
+        else:
+            engine.llm.failing = "areal_entered"
+        address = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "w"}
+        status, message = await post(client, "/init_weights_update_group", address)
+        assert (status, "did not join in 0.2 s" in message or "no route to host" in message) == (400, True)
+        assert engine.llm.called[-1] == ("areal_leave", ("w",))
+        engine.llm.answers, engine.llm.failing = {}, ""
+        assert (await post(client, "/init_weights_update_group", address))[0] == 200
+        assert (await post(client, "/destroy_weights_update_group", {"group_name": "w"}))[0] == 200
+
+    drive(scenario, update_timeout_s=0.2)
 
 
 @pytest.mark.parametrize(

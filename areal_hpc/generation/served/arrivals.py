@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal_hpc.buckets import num_bytes, unpack
-from areal_hpc.collective import broadcast, join_group
+from areal_hpc.collective import broadcast
 from areal_hpc.delta import Delta, Weight, apply
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.served.merging import Merging, Tensors
-from areal_hpc.transfer import GroupAddress, TensorSpec
+from areal_hpc.transfer import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,10 +57,6 @@ class Arrivals:
         if adapters is not None:
             self.merging = self.merging or Merging(adapters)
             self.merging.begin()
-
-    def enter(self, address: GroupAddress, rank: int, timeout_s: float) -> None:
-        """Enter the trainer's group."""
-        self.groups[address.name] = join_group(address, rank, timeout_s)
 
     def receive(self, group: str, specs: Sequence[TensorSpec], device: torch.device, *, checked: bool) -> None:
         """Take one bucket that rank 0 broadcasts. Raises WeightUpdateError if it is not what was sent."""

@@ -43,6 +43,7 @@ def joining_hooks(joining: Joining) -> Hooks:
     return {
         f"{TOKENIZER}.init_weights_update_group": join_patiently,
         f"{UPDATER}.init_weights_update_group": joining.join,
+        f"{UPDATER}.destroy_weights_update_group": joining.leave,
     }
 
 

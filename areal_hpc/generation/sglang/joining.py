@@ -7,6 +7,7 @@ not come. Here a thread of each scheduler enters:
     init_weights_update_group   asks                           a thread begins to enter; "it is forming"
                                 asks again, and again          "it is forming", until all ranks have come to an end
                                 tells what came of it          all ranks have the group, or the first says why not
+    destroy_weights_...                                        forgets one that is forming: who enters it leaves it
 
 The first rank alone is heard, so they vote. A group that did not form has no members left here, and its name can be
 forgotten.
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from areal_hpc.collective import join_group, leave_group
+from areal_hpc.generation.served.entering import entering, leave
 from areal_hpc.generation.served.session import not_formed
 from areal_hpc.generation.sglang.votes import all_agree
 from areal_hpc.transfer import GroupAddress
@@ -68,7 +69,7 @@ class Joining:
             backend=request.backend,
         )
         if address not in self.outcomes and address not in self.entering:
-            self.entering[address] = self._begin(address, request.rank_offset + runner.tp_rank)
+            self.entering[address] = entering(address, request.rank_offset + runner.tp_rank, self.limit_s)
         if address in self.entering:
             if not all_agree(updater, self.entering[address].done()):
                 return Output(success=False, message=FORMING)
@@ -76,11 +77,12 @@ class Joining:
         failed = self.outcomes[address]
         return Output(success=not failed, message=failed or f"Joined group {address.name}.")
 
-    def _begin(self, address: GroupAddress, rank: int) -> Future[ProcessGroup]:
-        pool = ThreadPoolExecutor(1, "joining")  # of its own: one that nobody wants any more must not be waited for
-        entering = pool.submit(join_group, address, rank, self.limit_s)
-        pool.shutdown(wait=False)
-        return entering
+    def leave(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Also a group that is forming; a group that has formed is SGLang's own affair."""
+        for address in [address for address in self.entering if address.name == request.group_name]:
+            leave(self.entering.pop(address))
+            self.outcomes[address] = f"group {address.name!r} was left before it had formed"
+        return original(updater, request)
 
     def _end(self, entered: Future[ProcessGroup], address: GroupAddress, updater: Any) -> str:
         """Keep the group if all ranks are in it, else leave it; why not all are, as far as is known here."""
@@ -90,5 +92,5 @@ class Joining:
             return ""
         if error is not None:
             return not_formed(address, self.limit_s, error)
-        leave_group(entered.result())
+        leave(entered)
         return f"another rank of this engine did not enter group {address.name!r}"

@@ -105,8 +105,15 @@ class WeightUpdates:
         """Enter the trainer's group with all workers, the first as ``rank``; returns when all its ranks are there."""
         with self._turn:
             require_fresh(address.name, self._groups)
-            with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
-                self._coming("areal_join", asdict(address), rank, self._timeout_s)
+            try:
+                with waiting(f"group {address.name} to form", LEADER, limit_s=self._timeout_s):
+                    self._workers("areal_join", asdict(address), rank, self._timeout_s)
+                    late = f"vLLM's workers did not join in {self._timeout_s:g} s"
+                    self._until(lambda: all(self._workers("areal_entered", address.name)), late)
+            except WeightUpdateError:
+                if self._engine.alive():
+                    self._workers("areal_leave", address.name)  # also those that have entered, or will
+                raise
             self._groups.add(address.name)
 
     def leave(self, name: str) -> None:
@@ -150,7 +157,7 @@ class WeightUpdates:
                 self._await(self._engine.abort(None))
             told = [asdict(spec) for spec in specs]
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
-                self._taking(lambda: self._coming("areal_receive", group, told, checked))
+                self._taking(lambda: self._come(group, told, checked=checked))
             session.manner(version, flush_cache=flush_cache)
 
     def end(self) -> None:
@@ -230,11 +237,11 @@ class WeightUpdates:
         self._until(lambda: all(self._workers("areal_idle")), "a bucket of an earlier update is still coming")
         self._workers("areal_begin", self.keeps, self._adapters)
 
-    def _coming(self, method: str, *arguments: Any) -> None:
-        """Have them begin what depends on others, and return when it has ended on all; they compute on."""
-        self._workers(method, *arguments)
-        what = method.removeprefix("areal_")
-        self._until(lambda: all(self._workers("areal_come")), f"vLLM's workers did not {what} in {self._timeout_s:g} s")
+    def _come(self, group: str, specs: Sequence[Mapping[str, Any]], *, checked: bool) -> None:
+        """Have them begin to take a bucket, and return when it has come to all; they compute on."""
+        self._workers("areal_receive", group, specs, checked)
+        late = f"vLLM's workers did not receive in {self._timeout_s:g} s"
+        self._until(lambda: all(self._workers("areal_come")), late)
 
     def _until(self, done: Callable[[], bool], late: str) -> None:
         """Return once it is so. Raises WeightUpdateError if that is ``late``."""

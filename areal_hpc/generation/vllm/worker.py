@@ -3,8 +3,10 @@
 vLLM mixes this class into its own worker and calls its methods by name, on all workers at once, between two steps.
 
     areal_join(address, rank_offset)   in a thread, while the worker computes on
+    areal_entered(name)                whether it has entered that group
+    areal_leave(name)                  it is no member of that group, or of none that forms too late
     areal_begin(keeps, adapters)       what came of an earlier update and was not loaded is forgotten
-    areal_receive(group, specs)        any number, in that thread: a bucket is received and proven
+    areal_receive(group, specs)        any number, in another thread: a bucket is received and proven
     areal_come()                       whether the thread has done what it was last told to
     areal_idle()                       the same, however that ended
     areal_ready()                      whether all is there that does not come: what adapters are merged into
@@ -20,16 +22,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areal_hpc.collective import leave_group
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.generation.served.arrivals import Arrivals
+from areal_hpc.generation.served.entering import entering, leave
 from areal_hpc.generation.served.merging import Tensors
 from areal_hpc.transfer import GroupAddress, TensorSpec
 from areal_hpc.weight_files import read_update
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Receiver:
@@ -40,7 +45,7 @@ class Receiver:
     vllm_config: Any
     model_runner: Any
     _areal_coming: Future[None] | None = None
-    """What the thread was last told to do."""
+    """The bucket that the thread was last told to take."""
 
     @property
     def areal_arrivals(self) -> Arrivals:
@@ -50,13 +55,33 @@ class Receiver:
         arrivals: Arrivals = self.__dict__["_areal_arrivals"]
         return arrivals
 
+    @property
+    def areal_entries(self) -> dict[str, Future[ProcessGroup]]:
+        """Of the groups that it is in, or enters."""
+        entries: dict[str, Future[ProcessGroup]] = self.__dict__.setdefault("_areal_entries", {})
+        return entries
+
     def areal_join(self, address: Mapping[str, Any], rank_offset: int, timeout_s: float) -> None:
         """Begin to enter the trainer's group."""
-        arrivals, rank = self.areal_arrivals, rank_offset + self.rank
-        self._areal_coming = arrivals.pool.submit(arrivals.enter, GroupAddress(**address), rank, timeout_s)
+        group = GroupAddress(**address)
+        self.areal_entries[group.name] = entering(group, rank_offset + self.rank, timeout_s)
+
+    def areal_entered(self, name: str) -> bool:
+        """Whether it has.
+
+        Raises:
+            RuntimeError, ValueError: it could not.
+        """
+        entry = self.areal_entries[name]
+        if entry.done():
+            self.areal_arrivals.groups[name] = entry.result()
+        return entry.done()
 
     def areal_leave(self, name: str) -> None:
-        leave_group(self.areal_arrivals.groups.pop(name))
+        """Be no member of a group, whether it has formed or not."""
+        self.areal_arrivals.groups.pop(name, None)
+        if (entry := self.areal_entries.pop(name, None)) is not None:
+            leave(entry)
 
     def areal_begin(self, keeps: bool, adapters: Mapping[str, Any] | None) -> None:
         assert self.areal_idle(), "something is still coming"
