@@ -173,6 +173,7 @@ class RolloutWriter(Protocol):
     ``version`` is the newest published weight version; ``reissues`` are positions that this worker must run again.
     An episode that began before its ticket (of an agent in daily use, who cannot be asked to wait) names the ``oldest``
     weights behind it, in steps, and the ticket is of those: the bound on staleness then holds for it as well.
+    ``lacks`` names what a writer waits for that gets no ticket now, always in the same words, and says how that stands.
     Every call raises Fenced once a newer attempt owns the run.
     """
 
@@ -180,6 +181,8 @@ class RolloutWriter(Protocol):
     def version(self) -> WeightVersion: ...
 
     def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None: ...
+
+    def lacks(self) -> tuple[str, str]: ...
 
     def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None: ...
 

@@ -57,6 +57,9 @@ class Ring:
         self.sealed: dict[int, TrajectoryGroup] = {}
         self.dropped: dict[int, Drop] = {}
 
+    def lacks(self) -> tuple[str, str]:
+        return "a free ticket", ""
+
     def try_reserve(self, position: int) -> Ticket | None:
         if self.free == 0:
             return None

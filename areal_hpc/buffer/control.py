@@ -29,8 +29,8 @@ class SlotControl:
     """What one writer needs to know."""
 
     chain: str  # whose records are followed; "" while the slot has no writer
-    freed: int  # tickets of this chain that the trainer has finished
-    carried: int  # groups of earlier chains that take up room in the slot's share
+    limit: int  # tickets of this chain that may have begun by now; what its writer dropped counts in a fixed order only
+    short: bool  # whether it would be more, had the ring room for more bytes
     reclaim: int  # tickets of this chain below it are in two checkpoints: their segments may be deleted
     issued: Watermark  # positions of the slot's shard (position // num_slots) that need not be issued again
     reissues: tuple[tuple[int, int], ...]  # (position, serial) to run again
@@ -38,8 +38,8 @@ class SlotControl:
     def to_json(self) -> dict[str, Any]:
         return {
             "chain": self.chain,
-            "freed": self.freed,
-            "carried": self.carried,
+            "limit": self.limit,
+            "short": self.short,
             "reclaim": self.reclaim,
             "issued": self.issued.state_dict(),
             "reissues": self.reissues,
@@ -49,8 +49,8 @@ class SlotControl:
     def from_json(cls, value: dict[str, Any]) -> SlotControl:
         return cls(
             chain=value["chain"],
-            freed=value["freed"],
-            carried=value["carried"],
+            limit=value.get("limit", 0),  # attempts of older versions told it otherwise, and nobody goes by theirs
+            short=value.get("short", False),
             reclaim=value["reclaim"],
             issued=Watermark.from_state(value["issued"]),
             reissues=tuple((position, serial) for position, serial in value["reissues"]),
@@ -64,6 +64,7 @@ class Control:
     epoch: int
     version: WeightVersion
     slots: tuple[SlotControl, ...]
+    held: int = 0  # bytes in the ring and on their way there, where it has a quota; for messages
 
 
 def publish_control(run: RunDir, control: Control) -> None:
@@ -73,7 +74,8 @@ def publish_control(run: RunDir, control: Control) -> None:
     """
     check_fence(run, control.epoch)
     slots = [slot.to_json() for slot in control.slots]
-    publish_json(run.ring / "CONTROL.json", {"epoch": control.epoch, "version": control.version, "slots": slots})
+    told = {"epoch": control.epoch, "version": control.version, "slots": slots, "held": control.held}
+    publish_json(run.ring / "CONTROL.json", told)
 
 
 class ControlPublisher:
@@ -127,7 +129,8 @@ def read_control(run: RunDir, *, known: bool) -> Control | None:
     if value is None:
         return None
     slots = tuple(SlotControl.from_json(slot) for slot in value["slots"])
-    return Control(epoch=value["epoch"], version=WeightVersion(*value["version"]), slots=slots)
+    version = WeightVersion(*value["version"])
+    return Control(epoch=value["epoch"], version=version, slots=slots, held=value.get("held", 0))
 
 
 def read_replaced(path: Path) -> Any | None:

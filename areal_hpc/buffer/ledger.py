@@ -228,6 +228,35 @@ class Ledger:
         """How much of writer ``slot``'s share is taken up by groups of writers that have ended."""
         return sum(owner == slot for owner in self._carried.values())
 
+    def ended(self, chain: str) -> int:
+        """Tickets of ``chain`` in whose place others may begin, without those that its writer has dropped and counts
+        itself; in a fixed order, where nothing takes their place, with them."""
+        return self.freed[chain] if self.order is None else len(self.finished.get(chain, ()))
+
+    def limit(self, chain: str, slot: int) -> int:
+        """How many tickets of ``chain`` may have begun, counted like these; in a fixed order positions allow fewer."""
+        whole = share(self.capacity, slot, self.num_slots) - self.carried(slot)
+        return self.ended(chain) + (whole if self.order is None else self.capacity)
+
+    def tickets(self) -> tuple[Counter[str], Counter[str]]:
+        """For each chain those in flight, and those whose group is in the ring."""
+        return Counter(key.chain for key in self.in_flight), Counter(
+            key.chain for key in (*self.waiting, *self.claimed)
+        )
+
+    def admitted(self, version: WeightVersion) -> Counter[int]:
+        """In a fixed order, for each writer the positions that ``version`` lets begin and that have not."""
+        assert self.order is not None
+        begun = {ticket.position for ticket in self.in_flight.values()}
+        missing = self._unsettled(range(self.order.num_before(version.step + 1)))
+        return Counter(position % self.num_slots for position in missing if position not in begun)
+
+    def missing(self) -> int:
+        """Groups for lack of which the last claim, or the last ``may_publish``, had no answer."""
+        if self.order is not None:
+            return len(self._unsettled(self._awaited))
+        return 0 if self._asked is None else max(0, self._asked[0] - len(self.waiting))
+
     # What it tells
 
     def take_dropped(self) -> list[Dropped]:

@@ -124,6 +124,9 @@ class MemoryWriter:
         outstanding = self._reserved - self._dropped - ledger.freed[self.chain] + ledger.carried(self._slot)
         return outstanding < self._share
 
+    def lacks(self) -> tuple[str, str]:
+        return "a free ticket", ""
+
     def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         assert group.position == ticket.position, (group.position, ticket)
         if self._ring.ledger.order is not None:

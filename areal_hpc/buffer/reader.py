@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from areal_hpc.buffer.account import Account, Limit, Shortage, chain_of
 from areal_hpc.buffer.chain import ChainName, segment_name
 from areal_hpc.buffer.control import Control, ControlPublisher, SlotControl, read_replaced
 from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.pace import Pace, poll_pause_s
+from areal_hpc.buffer.quota import MIB, Quota
 from areal_hpc.buffer.records import RecordType, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
@@ -49,6 +51,8 @@ class RingReader:
         order: the fixed order of deterministic training; None for the oldest first.
         state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
         parent: that checkpoint's version; None for a fresh start.
+        group_bytes: the largest group to expect, with its records; counts where the ring has a quota.
+        groups_per_step: that a step consumes; as well.
         poll_s: how often a chain is looked at, at most; None for ``config.commit_s``, since its writer adds to it no
             more often.
         discover_s: how often new chains are looked for at most.
@@ -68,6 +72,8 @@ class RingReader:
         order: FixedOrder | None = None,
         state: Mapping[str, Any] | None = None,
         parent: WeightVersion | None = None,
+        group_bytes: int = 1,
+        groups_per_step: int = 1,
         poll_s: float | None = None,
         discover_s: float = 0.5,
     ) -> None:
@@ -89,6 +95,16 @@ class RingReader:
         self._live: dict[int, ChainReader] = {}  # slot -> chain that still grows
         self._paces: dict[int, Pace] = {}  # slot -> when that chain is looked at
         self._retired: list[ChainReader] = []  # chains with files that nobody writes any more
+        quota = None
+        if config.max_mb is not None:
+            quota = Quota(
+                max_bytes=int(config.max_mb * MIB),
+                group_bytes=group_bytes,
+                capacity=capacity,
+                num_writers=num_slots,
+                groups_per_step=groups_per_step,
+            )
+        self._account = Account(self._ledger, quota, self._live, self._retired)
         self._done = self._resume(state)
 
     def _resume(self, state: Mapping[str, Any] | None) -> Watermark:
@@ -151,6 +167,7 @@ class RingReader:
         for slot, chain in list(self._live.items()):
             if self._paces[slot].due():
                 self._paces[slot].looked(news=self._feed(chain))
+                chain.forget_deleted(self._reclaim.get(str(chain.name), 0))
             if chain.ended:
                 self._retire(self._live.pop(slot), slot)
 
@@ -195,7 +212,7 @@ class RingReader:
         """
         before, self._covered = self._covered, state
         if before is not None:
-            self._reclaim = {chain: int(numbers["low"]) for chain, numbers in before["finished"].items()}
+            self._reclaim = lows(before)
         self._publish()
 
     def waiting_for(self) -> str:
@@ -203,16 +220,29 @@ class RingReader:
         absent = [slot for slot in range(self._num_slots) if slot not in self._live]
         text = self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
         problem = low_space(self._run.ring, self._min_free_mb)
-        return text + (f"; no new prompt is begun, since {problem}" if problem else "")
+        text += f"; no new prompt is begun, since {problem}" if problem else ""
+        return text + self._account.text()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of the ring."""
         return self._ledger.state_dict()
 
     def stats(self) -> Mapping[str, float]:
-        """Gauges: see Ledger.stats; ``bytes`` were committed by the chains that still have files."""
-        chains = [*self._live.values(), *self._retired]
-        return {**self._ledger.stats(), "bytes": sum(chain.committed_bytes for chain in chains)}
+        """Gauges: see Ledger.stats and Account.stats."""
+        return {**self._ledger.stats(), **self._account.stats()}
+
+    def is_crowded(self, begun: Mapping[str, Any] | None) -> bool:
+        """Whether a checkpoint should begin before the next step, so that the ring stays within its quota.
+
+        Args:
+            begun: ``state_dict`` in the newest checkpoint that was begun; None before the first.
+        """
+        return self._account.is_crowded(lows(begun))
+
+    def shortage(self) -> Shortage | None:
+        """Why no group can come any more under the quota, for who had no answer to the last ``claim`` or
+        ``may_publish``; None while one can."""
+        return None if self._version is None else self._account.shortage(self._version, self._reclaim)
 
     # Chains
 
@@ -244,6 +274,7 @@ class RingReader:
         """One last poll, then never again: what a zombie writes later is not seen, and its prompts run again."""
         self._feed(chain, last=True)
         self._ledger.retired(str(chain.name), slot)
+        self._account.retired(str(chain.name))
         self._retired.append(chain)
 
     def _feed(self, chain: ChainReader, *, last: bool = False) -> bool:
@@ -251,6 +282,8 @@ class RingReader:
         records = chain.poll(last=last)
         for record in records:
             _APPLY[record.type](self._ledger, chain.name, record)
+            if record.type is RecordType.DATA:
+                self._account.saw(record.header.record_bytes)
         return bool(records)
 
     # CONTROL
@@ -258,8 +291,9 @@ class RingReader:
     def _publish(self, *, only_if_changed: bool = False) -> None:
         if self._version is None:
             return
-        slots = tuple(self._slot_control(slot) for slot in range(self._num_slots))
-        control = Control(epoch=self._epoch, version=self._version, slots=slots)
+        limits, held = self._account.limits(self._version)
+        slots = tuple(self._slot_control(slot, limit) for slot, limit in enumerate(limits))
+        control = Control(epoch=self._epoch, version=self._version, slots=slots, held=held)
         if only_if_changed and self._published is not None and _news(control) == _news(self._published):
             return
         if not self._control.publish(control):
@@ -267,14 +301,13 @@ class RingReader:
         self._published = control
         self._delete_retired()
 
-    def _slot_control(self, slot: int) -> SlotControl:
-        ledger = self._ledger
-        chain = str(self._live[slot].name) if slot in self._live else ""
+    def _slot_control(self, slot: int, limit: Limit) -> SlotControl:
+        ledger, chain = self._ledger, chain_of(self._live, slot)
         mine = sorted(item for item in ledger.reissues.items() if item[0] % self._num_slots == slot)
         return SlotControl(
             chain=chain,
-            freed=ledger.freed[chain],
-            carried=ledger.carried(slot),
+            limit=limit.num_tickets,
+            short=limit.short,
             reclaim=self._reclaim.get(chain, 0),
             issued=ledger.issued[slot].copy(),
             reissues=tuple(mine),
@@ -289,7 +322,7 @@ class RingReader:
                     break
                 if not _removed((chain.directory / segment_name(segment)).unlink):
                     break
-                del chain.newest_tickets[segment]
+                chain.forget(segment)
             if not chain.newest_tickets and _removed(chain.directory.rmdir):
                 self._retired.remove(chain)
                 self._ledger.finished.pop(str(chain.name), None)
@@ -310,8 +343,13 @@ def _removed(remove: Callable[[], None]) -> bool:
 
 
 def _news(control: Control) -> Control:
-    """Without what only a new writer reads, and what therefore need not be published for its own sake."""
-    return replace(control, slots=tuple(replace(slot, issued=Watermark()) for slot in control.slots))
+    """Without what only a new writer reads, or a person, and what therefore need not be published for its own sake."""
+    return replace(control, slots=tuple(replace(slot, issued=Watermark()) for slot in control.slots), held=0)
+
+
+def lows(state: Mapping[str, Any] | None) -> dict[str, int]:
+    """Of each chain the ticket below which a checkpoint with ``state`` of the ring covers all."""
+    return {} if state is None else {chain: int(numbers["low"]) for chain, numbers in state["finished"].items()}
 
 
 def _reserved(ledger: Ledger, chain: ChainName, record: Found) -> None:

@@ -12,11 +12,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from areal_hpc.buffer.chain import ChainName, segment_name
+from areal_hpc.buffer.quota import Segment
 from areal_hpc.buffer.records import (
     HEADER_BYTES,
     Body,
@@ -99,13 +100,13 @@ class ChainReader:
         self.name = name
         self.directory = chains / str(name)
         self.ended = False  # the writer has said that nothing follows
-        self.committed_bytes = 0
         self.newest_tickets: dict[int, int] = {}  # segment -> the highest ticket that any record in it speaks of
+        self.sizes: dict[int, int] = {}  # segment -> its bytes as it was looked at last, also what is not committed
         self._owner = name.owner
         self._segment: int | None = None
-        self._offset = self._committed_to = 0  # in the segment: read, and behind its last COMMIT
+        self._offset = 0  # in the segment: what has been read
         self._seq: int | None = 0
-        self._batch: list[Found] = []  # what lies between the two
+        self._batch: list[Found] = []  # what no COMMIT has followed yet
 
     def poll(self, *, last: bool = False) -> list[Found]:
         """New committed records. ``last``: the writer is gone, so a missing segment is jumped over.
@@ -122,6 +123,27 @@ class ChainReader:
             self._begin(following)
         return found
 
+    def segments(self, *, live: bool) -> list[Segment]:
+        """What is there, in order; the last one is open while the writer is ``live``."""
+        newest = accumulate((ticket for _, ticket in sorted(self.newest_tickets.items())), max)
+        return [
+            Segment(str(self.name), self.sizes[number], ticket, live and number == self._segment)
+            for number, ticket in zip(sorted(self.newest_tickets), newest, strict=True)
+        ]
+
+    def forget(self, segment: int) -> None:
+        """It is deleted."""
+        del self.newest_tickets[segment], self.sizes[segment]
+
+    def forget_deleted(self, low: int) -> None:
+        """Of the segments that speak only of tickets below ``low`` forget those that the writer has deleted."""
+        for number, ticket in sorted(self.newest_tickets.items()):
+            if ticket >= low or number == self._segment:
+                return
+            if reading(self.directory / segment_name(number), lambda fd: True):
+                return
+            self.forget(number)
+
     def _listed(self, after: int | None) -> int | None:
         """The lowest segment above ``after`` that the directory lists."""
         assert after is not None
@@ -136,7 +158,7 @@ class ChainReader:
         """Go on at the start of ``segment``, whatever its first sequence number is."""
         if segment is None:
             return False
-        self._segment, self._offset, self._committed_to = segment, 0, 0
+        self._segment, self._offset = segment, 0
         self._seq = None
         self._batch.clear()
         return True
@@ -150,6 +172,7 @@ class ChainReader:
         assert self._segment is not None
         window, size = _Window(fd), os.fstat(fd).st_size
         self.newest_tickets.setdefault(self._segment, -1)
+        self.sizes[self._segment] = size
         while True:
             data, at = window.show(self._offset, HEADER_BYTES)
             header = parse_header(data, self._owner, at)
@@ -172,8 +195,6 @@ class ChainReader:
         assert self._segment is not None
         newest = max((record.meta["ticket"] for record in self._batch), default=-1)
         self.newest_tickets[self._segment] = max(self.newest_tickets[self._segment], newest)
-        self.committed_bytes += self._offset - self._committed_to
-        self._committed_to = self._offset
         found.extend(self._batch)
         self._batch.clear()
 

@@ -19,6 +19,7 @@ from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.buffer.ledger import share, unshard
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.pace import Pace, poll_pause_s
+from areal_hpc.buffer.quota import MIB, segment_bytes
 from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
@@ -61,9 +62,8 @@ class RingWriter:
         patience_s: float = 60.0,
     ) -> None:
         self._run, self._epoch, self._slot, self._num_slots = run, epoch, slot, num_slots
-        self._order, self._fence_s = order, fence_s
-        self._share = share(capacity, slot, num_slots)
-        if self._share < 1:
+        self._order, self._fence_s, self._max_mb = order, fence_s, config.max_mb
+        if share(capacity, slot, num_slots) < 1:
             raise ConfigError(f"{num_slots} writers share {capacity} tickets: lower rollout.workers to {capacity}")
         self._control: Control | None = None
         self._reading = Pace(poll_pause_s(config.commit_s, is_served(run.root)) if poll_s is None else poll_s)
@@ -83,7 +83,7 @@ class RingWriter:
         before = ChainName(*entry["chain"]) if entry else None
         incarnation = before.incarnation + 1 if before and before.epoch == self._epoch else 0
         name = ChainName.new(self._slot, self._epoch, incarnation)
-        chain = ChainWriter(chains, name, int(config.segment_mb * (1 << 20)))
+        chain = ChainWriter(chains, name, segment_bytes(config, self._num_slots))
         publish_json(registry, {"chain": name})
         return chain
 
@@ -94,18 +94,16 @@ class RingWriter:
         return self._control.version if self._control else WeightVersion(self._epoch, -1)
 
     def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None:
-        """A ticket, no newer than the weights of step ``oldest``, or None while this writer's share is used up (in a
-        fixed order: while other weights are published), the trainer does not follow it yet, its chain cannot be written
-        at the moment, or there is less space than what is under way may need."""
+        """A ticket, no newer than the weights of step ``oldest``, or None while this writer's share or the ring's room
+        is used up (in a fixed order: while other weights are published), the trainer does not follow it yet, its chain
+        cannot be written at the moment, or there is less space than what is under way may need."""
         self._refresh()
         mine = self._mine()
         if self._control is None or mine is None or self._commits.failing or self._low_space:
             return None
-        if self._order is not None:
-            has_room = self._order.admits(position, self._control.version)
-        else:
-            has_room = self._reserved - self._dropped - mine.freed + mine.carried < self._share
-        if not has_room:
+        if self._counted() >= mine.limit:
+            return None
+        if self._order is not None and not self._order.admits(position, self._control.version):
             return None
         version = self._control.version.no_newer_than(oldest)
         ticket = Ticket(chain=self.chain, number=self._reserved, position=position, version=version)
@@ -113,6 +111,14 @@ class RingWriter:
         self._open.add(ticket.number)
         self._reserved += 1
         return ticket
+
+    def lacks(self) -> tuple[str, str]:
+        """See RolloutWriter."""
+        mine = self._mine()
+        if self._max_mb is None or mine is None or not mine.short or self._counted() < mine.limit:
+            return "a free ticket", ""
+        held = self._control.held / MIB if self._control else 0.0
+        return f"room in the ring, of buffer.max_mb = {self._max_mb:g} MiB", f"{held:.3g} MiB are held or on their way"
 
     def seal(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         """Hand the group over; durable and visible after the next commit.
@@ -192,6 +198,10 @@ class RingWriter:
         if problem and not self._low_space:
             log.warning("writer %d begins no new prompt: %s", self._slot, problem)
         self._low_space = problem is not None
+
+    def _counted(self) -> int:
+        """Tickets that count against the limit: in a fixed order no other takes the place of one that was dropped."""
+        return self._reserved - (self._dropped if self._order is None else 0)
 
     def _mine(self) -> SlotControl | None:
         mine = self._control.slots[self._slot] if self._control else None

@@ -39,6 +39,11 @@ class Background(Generic[Result]):
         except BaseException as error:
             self._failure = error
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a job whose result was not taken yet."""
+        return self._thread is not None
+
     def take(self) -> Result | None:
         """The result of the job that has ended, once; None while it goes on or where there is none.
 

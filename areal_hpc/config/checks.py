@@ -15,11 +15,13 @@ from areal_hpc.config.cluster import Shape, inherited, seconds_of
 from areal_hpc.config.cluster_checks import check_container, check_replicas, check_shared_nodes
 from areal_hpc.config.derived import (
     exported_model,
+    largest_group_bytes,
     leave_lead_s,
     model_ranks,
     ring_capacity,
     sbatch_options,
     signal_lead_s,
+    smallest_batch_bytes,
     time_limit_s,
 )
 from areal_hpc.config.engine_checks import check_engine_ranks, check_server_args
@@ -231,6 +233,17 @@ def check_ring(config: Config) -> Iterator[str]:
         )
 
 
+def check_quota(config: Config) -> Iterator[str]:
+    least = smallest_batch_bytes(config) / (1 << 20)
+    if config.buffer.max_mb is not None and config.buffer.max_mb < least:
+        yield (
+            f"buffer.max_mb: {config.buffer.max_mb:g} MiB cannot hold the algorithm.groups_per_step "
+            f"{config.algorithm.groups_per_step} groups of one step, which take {least:.3g} MiB if every answer is one "
+            f"token, and {config.algorithm.groups_per_step * largest_group_bytes(config) / (1 << 20):.3g} MiB at most; "
+            "raise it"
+        )
+
+
 def check_time_limits(config: Config) -> Iterator[str]:
     rollout, limits = config.rollout, config.limits
     if rollout.reward_timeout_s > rollout.timeout_s:
@@ -362,6 +375,7 @@ WITH_EPISODES: Final[tuple[Check, ...]] = (
     check_groups,
     check_lengths,
     check_ring,
+    check_quota,
 )
 WITH_ALGORITHM: Final[tuple[Check, ...]] = (check_offline, check_pairs, check_conversations)
 CHECKS: Final[tuple[Check, ...]] = (*ALWAYS, *WITH_EPISODES, *WITH_ALGORITHM)

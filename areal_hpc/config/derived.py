@@ -16,11 +16,28 @@ SPARE_S = 10
 """What Slurm's own clockwork may take of the lead, in seconds."""
 QUEUE_S = 20 * 86400.0
 """As good as for ever, in seconds: a job of the run's has ended by then, and poll(2) counts milliseconds in 31 bits."""
+TOKEN_BYTES = 13
+"""Of one token in the ring: its id, log-prob, version and whether it is trained on."""
+EPISODE_BYTES = 64
+"""Of one episode in the head of its group's record."""
+TICKET_BYTES = 1 << 11
+"""Of a group, besides: that its ticket was reserved, the prompt's id, commits."""
 
 
 def ring_capacity(config: Config) -> int:
     """Groups that may be outstanding at once. With a slot for each, no group gets older than ``max_staleness``."""
     return (config.buffer.max_staleness + 1) * config.algorithm.groups_per_step
+
+
+def largest_group_bytes(config: Config) -> int:
+    """What a group takes in the ring at most whose every episode is one sequence, with the records around it."""
+    return config.rollout.group_size * (config.model.max_tokens * TOKEN_BYTES + EPISODE_BYTES) + TICKET_BYTES
+
+
+def smallest_batch_bytes(config: Config) -> int:
+    """What the groups of a step take in the ring at least: a token for each prompt and one for each answer."""
+    size = max(config.rollout.filter.min_group_size, 1)
+    return config.algorithm.groups_per_step * size * 2 * TOKEN_BYTES
 
 
 def exported_model(config: Config) -> str:

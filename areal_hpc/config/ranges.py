@@ -50,6 +50,7 @@ RANGES: Final[Mapping[str, str]] = {
     "seed": "[0, 4294967296)",
     "buffer.max_staleness": "[0, inf)",
     "buffer.segment_mb": "(0, inf)",
+    "buffer.max_mb": "(0, inf)",
     "buffer.commit_s": "[0, inf)",
     "buffer.min_free_mb": "[0, inf)",
     "algorithm.groups_per_step": "[1, inf)",

@@ -100,8 +100,14 @@ def table(summary: Summary, total_steps: int | None, staleness_bound: int | None
             f" generation paused {percent(facts['paused_share'])}",
         ),
         *([("weights", _weights_text(facts))] if facts["weight_bytes"] is not None else []),
+        *([("ring", _ring_text(facts))] if facts["ring_max_bytes"] is not None else []),
         ("groups", ", ".join(groups) or MISSING),
     ]
+
+
+def _ring_text(facts: Mapping[str, Any]) -> str:
+    """The most that the ring held at a step's end, of what it may."""
+    return f"at most {size(facts['ring_bytes_most'])} of {size(facts['ring_max_bytes'])} held"
 
 
 def _weights_text(facts: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from areal_hpc.report.drops import Drops
-from areal_hpc.report.text import count, duration, number, one_line, percent
+from areal_hpc.report.text import count, duration, number, one_line, percent, size
 from areal_hpc.telemetry import Record
 
 WINDOW = 10
@@ -118,12 +118,17 @@ class Progress:
             "staleness": f"mean {number(self.latest('staleness_mean'))}, max {number(self.latest('staleness_max'))}",
             "generation": f"{count(self.generation_rate)} tokens/s",
             "training": f"{count(self.latest('train_tokens_per_s'))} tokens/s",
-            "ring": f"{percent(self.latest('ring_fill'))} full",
+            "ring": f"{percent(self.latest('ring_fill'))} full{self._quota_text()}",
             "dropped": self.drops.text(),
             "weights": f"version {count(self.latest('version'))}{self._saved_text()}",
             **restarts,
             **({"service": service_text(self._service)} if self._service is not None else {}),
         }
+
+    def _quota_text(self) -> str:
+        """What the ring holds on the disk of what it may, where that is limited."""
+        quota = self.latest("ring_max_bytes")
+        return "" if quota is None else f", {size(self.latest('ring_bytes'))} of {size(quota)}"
 
     def _saved_text(self) -> str:
         """How much of the newest weights did not have to travel, where only changes do."""

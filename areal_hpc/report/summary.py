@@ -46,6 +46,8 @@ COLUMNS = (
     "seconds_paused",
     "weight_bytes",
     "weight_bytes_saved",
+    "ring_bytes",
+    "ring_max_bytes",
     *(f"ring_dropped_{reason}" for reason in RING_DROPS),
 )
 
@@ -119,6 +121,8 @@ class Summary:
             },
             "weight_bytes": _total(column["weight_bytes"]),
             "weight_bytes_saved": _total(column["weight_bytes_saved"]),
+            "ring_bytes_most": _largest(column["ring_bytes"]),
+            "ring_max_bytes": _last(column["ring_max_bytes"]),
             **{f"groups_{name}": number for name, number in self.group_counts().items()},
         }
 

@@ -43,15 +43,17 @@ from typing import Any
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import check_fence, load_lineage
+from areal_hpc.buffer.reader import RingReader
 from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.describe import dump
+from areal_hpc.errors import ConfigError
 from areal_hpc.fs import publish
-from areal_hpc.mount import has_room, low_space
+from areal_hpc.mount import MIB, has_room, low_space
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.carried import carried_at
 from areal_hpc.roles.wiring.evaluations import results
-from areal_hpc.roles.wiring.training import TrainerSide
+from areal_hpc.roles.wiring.training import TrainerSide, first_checkpoint_bytes
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import WeightVersion
 from areal_hpc.waits import waiting
@@ -88,7 +90,7 @@ class Commits:
 
     Args:
         side: what rank 0 has; the other ranks only write their part.
-        newest: the checkpoint that rank 0 goes on from.
+        newest: the checkpoint that rank 0 goes on from, with its state of the ring.
     """
 
     def __init__(
@@ -98,12 +100,13 @@ class Commits:
         ranks: Ranks,
         backend: TrainerBackend,
         side: TrainerSide | None,
-        newest: Path | None = None,
+        newest: checkpoint.Checkpoint | None = None,
     ) -> None:
         self._process, self._ranks, self._backend, self._side = process, ranks, backend, side
         self._background = checkpoint.Background[Durable | None]()
         self._verified: list[Path] = []
-        self._newest = newest
+        self._newest = None if newest is None else newest.path
+        self._begun: Mapping[str, Any] | None = None if newest is None else newest.state["ring"]
         self._next_look_s = 0.0  # on the monotonic clock
 
     def begin(self, step: int, weights: int | None) -> None:
@@ -124,12 +127,13 @@ class Commits:
             self._start(step, lambda: checkpoint.add_part(directory, self._ranks.rank, write))
         else:
             state = {
-                "ring": self._side.reader.state_dict(),
+                "ring": (begun := self._side.reader.state_dict()),
                 "prompts": dict(self._side.identity),
                 "weights": weights,
                 "merged": takes_whole(self._process.config),
                 "config": config_digest(self._process),
             }
+            self._begun = begun
             archived = self._seal_archive()
             stalled = time.monotonic() - began
             self._start(
@@ -191,20 +195,55 @@ class Commits:
             seconds_stalled=stalled if process.config.checkpoint.asynchronous else seconds,
         )
 
+    def is_crowded(self) -> bool:
+        """Whether a checkpoint should begin before the next step: the ring's quota asks for one; or space is short and
+        there was none yet, and it takes two until the ring may delete anything."""
+        ring = self._ring
+        if ring is not None and ring.is_crowded(self._begun):
+            held_mb = ring.stats()["bytes"] / MIB
+            log.info("a checkpoint now, so that the ring, at %.3g MiB, stays within buffer.max_mb", held_mb)
+            return True
+        return ring is not None and self._begun is None and self._finds_room_where_space_is_short()
+
     def would_make_room(self) -> bool:
-        """Whether workers begin nothing since space is short, and a checkpoint finds room itself: after it the ring may
-        delete what the one before it covers."""
+        """Whether workers begin nothing since space is short, on the disk or in the ring's quota, and a checkpoint
+        finds room itself: after it the ring may delete what the one before it covers."""
+        if self._ring is not None and (shortage := self._ring.shortage()):
+            log.warning("a checkpoint now, so that the ring can let go of more: %s", shortage.text)
+            return True
+        return self._newest is not None and self._finds_room_where_space_is_short()
+
+    def _finds_room_where_space_is_short(self) -> bool:
         if (now := time.monotonic()) < self._next_look_s:
             return False
         self._next_look_s = now + SPACE_LOOK_S
         run = self._process.run
         problem = low_space(run.ring, self._process.config.buffer.min_free_mb)
-        if problem is None or self._newest is None:
+        if problem is None:
             return False
-        if not has_room(run.checkpoints, checkpoint.size_of(self._newest) + SPARE):
+        if not has_room(run.checkpoints, self._expected_bytes() + SPARE):
             return False
         log.warning("a checkpoint now, so that the ring can let go of more: %s", problem)
         return True
+
+    def _expected_bytes(self) -> int:
+        """Of the next checkpoint: as many as the last one has, or as a first one may have at most."""
+        return (
+            first_checkpoint_bytes(self._process.config) if self._newest is None else checkpoint.size_of(self._newest)
+        )
+
+    def require_room(self) -> None:
+        """
+        Raises:
+            ConfigError: no group can come any more, since the ring has no room, and no checkpoint is under way.
+        """
+        if self._ring is not None and not self._background.is_busy and (shortage := self._ring.shortage()):
+            advice = f"set it to {shortage.least_mb:g} at least, and go on with --resume"
+            raise ConfigError(f"buffer.max_mb: quota too small: {shortage.text}; {advice}")
+
+    @property
+    def _ring(self) -> RingReader | None:
+        return None if self._side is None else self._side.ring
 
     def _keep(self) -> checkpoint.Keep:
         rules, process = self._process.config.checkpoint, self._process

@@ -49,6 +49,8 @@ CHANGEABLE = (
     "agent.online.port",
     "agent.online.reward_wait_s",
     "archive.",
+    "buffer.max_mb",
+    "buffer.min_free_mb",
     "checkpoint.",
     "cluster.",
     "evaluation.at_start",

@@ -130,6 +130,8 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         deserted_s=member.deserted_s,
         catch_up=member.catch_up,
         pressed=member.commits.would_make_room,
+        crowded=member.commits.is_crowded,
+        require_room=member.commits.require_room,
         commit=member.commit,
         settle=member.settle,
         journal=member.note,
@@ -167,8 +169,7 @@ class Member:
         self.process, self.ranks, self.backend, self.side = process, ranks, backend, side
         self.parent = parent
         self.fingerprint: int | None = None  # of the weights that the engines have; None where none has the newest
-        newest = None if parent is None else parent.path
-        self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side, newest=newest)
+        self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side, newest=parent)
         self.archiver = None if side is None else side.archiver
 
     def publish(self, version: int, weights: Weights) -> Mapping[str, float]:

@@ -148,7 +148,8 @@ class OnlineRunner:
         """The outcome and its reason, once a ticket was free or it has become too old for one."""
         oldest = min(int(t.versions[t.loss_mask].min(initial=NEWEST)) for t in trajectories)
         position = self._next_position()
-        with waiting("a free ticket", LEADER, limit_s=None, about=f"for {ended.id}"):
+        what, how = self._writer.lacks()
+        with waiting(what, LEADER, limit_s=None, about=f"for {ended.id}{how and '; '}{how}"):
             while self._writer.version.step - oldest <= self._max_staleness and not stop.is_set():
                 if (ticket := self._writer.try_reserve(position, oldest)) is not None:
                     self._writer.seal(ticket, self._group(ended, position, trajectories))

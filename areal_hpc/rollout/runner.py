@@ -134,12 +134,22 @@ class Runner:
     async def _reserve(self, prompt: Prompt) -> Ticket:
         """A ticket as soon as the trainer frees one: the back-pressure of the whole system."""
         self._reserving = prompt.position
-        with waiting("a free ticket", LEADER, limit_s=None, about=f"for position {prompt.position}"):
-            while (ticket := self._writer.try_reserve(prompt.position)) is None:  # noqa: ASYNC110 (another process frees it)
-                await asyncio.sleep(self._poll_s)
+        ticket = self._writer.try_reserve(prompt.position)
+        while ticket is None:
+            ticket = await self._lacking(prompt.position)
         self._reserving = None
         self._moved = time.monotonic()
         return ticket
+
+    async def _lacking(self, position: int) -> Ticket | None:
+        """A ticket, or None once it is something else that is lacking for it."""
+        what, how = self._writer.lacks()
+        with waiting(what, LEADER, limit_s=None, about=f"for position {position}{how and '; '}{how}"):
+            while self._writer.lacks()[0] == what:
+                await asyncio.sleep(self._poll_s)  # another process frees it
+                if (ticket := self._writer.try_reserve(position)) is not None:
+                    return ticket
+        return None
 
     async def _group(self, running: Running, ticket: Ticket) -> None:
         trajectories, failure = await self._episodes.run(running)

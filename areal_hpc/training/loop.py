@@ -9,8 +9,10 @@ collectives. Whoever waits for whom:
                      training first for what older weights still sample (limit: starve_s, message from the ring)
     behind, catch_up let an engine in that was replaced or has joined, while the trainer waits: without it no group
                      might ever come
-    pressed          asks for a checkpoint in that wait, where workers begin nothing because space is short: the ring
-                     may delete what the one before it covers
+    crowded          asks for a checkpoint before it, so that the ring can let go of enough in time
+    pressed          asks for one in that wait, where workers begin nothing because space is short: the ring may delete
+                     what the one before it covers
+    require_room     ends the run where nothing can come any more, and no checkpoint would change that
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
@@ -57,8 +59,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLAIM_POLL_S = 0.02
-CATCH_UP, SAVE = "catch up", "save"
-"""What may have to be done before groups can come."""
+CATCH_UP, SAVE, MAKE_ROOM = "catch up", "save", "make room"
+"""What may have to be done before groups can come: MAKE_ROOM is a checkpoint that is waited for."""
 
 
 Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
@@ -113,6 +115,10 @@ class TrainingLoop:
     """Bring those engines up to date."""
     pressed: Callable[[], bool] = lambda: False
     """Whether a checkpoint of the step would make room that workers wait for; asked on rank 0."""
+    crowded: Callable[[], bool] = lambda: False
+    """Whether a checkpoint of the step should begin before the next one; asked on rank 0."""
+    require_room: Callable[[], None] = lambda: None
+    """Raises where groups will never come for lack of room; asked on rank 0 where no checkpoint can be begun."""
     archive: Callable[[TrainedStep], None] | None = None
     """Takes what each step is made of; on every rank or, where there is no archive, on none. Rank 0's has effect."""
     gap_watch: Callable[[int, Mapping[str, float]], str | None] = lambda step, stats: None
@@ -166,6 +172,8 @@ class TrainingLoop:
                 break
             if first == CATCH_UP:
                 self.catch_up(self.step, self.backend.weights)
+            elif first == SAVE:
+                self.save()
             else:
                 saving = self.clock()
                 self.save()
@@ -176,7 +184,7 @@ class TrainingLoop:
         return None if shared is None or stop else [GroupRef.from_record(record) for record in shared]
 
     def _wait_for_groups(self, since: float) -> tuple[list[GroupRef] | None, str | None]:
-        """The groups, or None and what all ranks must do first, CATCH_UP or SAVE; None for both where a stop is due.
+        """The groups, or None and what all ranks must do first; None for both where a stop is due.
 
         Args:
             since: when the wait began, less the time that the run had been deserted by then, plus that of checkpoints
@@ -184,14 +192,18 @@ class TrainingLoop:
         """
         assert self.reader is not None
         while not self.stop_requested():
+            if self.committed != self.step and self.crowded():
+                return None, SAVE
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs, None
             deadline = since + self.deserted_s() + self.pace.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
             if self.behind():
                 return None, CATCH_UP
-            if self.committed != self.step and self.pressed():
-                return None, SAVE
+            if self.committed == self.step:
+                self.require_room()
+            elif self.pressed():
+                return None, MAKE_ROOM
         return None, None
 
     def _pause(self, deadline: float, waited: str) -> None:
@@ -292,6 +304,7 @@ class TrainingLoop:
             deadline = began + self.pace.starve_s
             while not self.reader.may_publish(self.version):
                 self._pause(deadline, f"version {self.step} waited {self.pace.starve_s:g} s for what older ones sample")
+                self.require_room()
         self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 

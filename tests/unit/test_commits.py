@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from areal_hpc import mount
+from areal_hpc.buffer.account import Shortage
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
 from areal_hpc.checkpoint import steps_of, verify
 from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import CheckpointConfig
-from areal_hpc.errors import Fenced, RoleDied, WaitTimeout
+from areal_hpc.errors import ConfigError, Fenced, RoleDied, WaitTimeout
 from areal_hpc.fs import publish_json
 from areal_hpc.roles import commits
 from areal_hpc.roles.commits import Commits
@@ -63,6 +64,19 @@ class Reader:
     def __init__(self) -> None:
         self.consumed = Watermark()
         self.told: list[int] = []
+        self.problem: Shortage | None = None
+        self.asked: list[Mapping[str, Any] | None] = []
+        self.crowded = False
+
+    def shortage(self) -> Shortage | None:
+        return self.problem
+
+    def is_crowded(self, begun: Mapping[str, Any] | None) -> bool:
+        self.asked.append(begun)
+        return self.crowded
+
+    def stats(self) -> Mapping[str, float]:
+        return {"bytes": 3 << 20}
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.consumed.state_dict()}
@@ -87,7 +101,11 @@ class World:
             config=self.config,
             recorder=SimpleNamespace(record=lambda kind, values: self.records.append({"kind": kind, **values})),
         )
-        side: Any = SimpleNamespace(reader=self.reader, identity={"rows": 7}, archiver=None) if ranks.leads else None
+        side: Any = (
+            SimpleNamespace(reader=self.reader, identity={"rows": 7}, archiver=None, ring=self.reader)
+            if ranks.leads
+            else None
+        )
         self.side = side
         if ranks.leads:
             claim_epoch(self.run, {})
@@ -280,15 +298,59 @@ def test_fault_40_a_checkpoint_is_worth_it_where_space_is_short_and_it_finds_roo
     for free, expected in ((taken + commits.SPARE, False), (taken + commits.SPARE + 1, True)):
         space.free = free
         assert world.commits.would_make_room() is expected
-    later: Any = SimpleNamespace(reader=world.reader)
+    later: Any = SimpleNamespace(reader=world.reader, ring=world.reader)
     again = Commits(
         process=world.process,
         ranks=Ranks(),
         backend=world.backend,
         side=later,
-        newest=world.path(1),  # type: ignore[arg-type]
+        newest=verify(world.path(1)),
     )
     assert again.would_make_room(), "the attempt goes on from one"
+
+
+def test_a_run_that_is_short_before_its_first_checkpoint_gets_one_before_its_next_step(
+    world: World, space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes two until the ring may delete anything, and no step comes between them once all wait."""
+    size = 1 << 20
+    monkeypatch.setattr(commits, "first_checkpoint_bytes", lambda config: size if config is world.config else 0)
+    for free, expected in ((size + commits.SPARE, False), (size + commits.SPARE + 1, True), (257 << 20, False)):
+        space.free = free
+        assert world.commits.is_crowded() is expected
+        assert not world.commits.would_make_room(), "nothing would be deleted after it"
+    world.commits.begin(1, weights=0)
+    space.free = 255 << 20
+    assert not world.commits.is_crowded(), "the second comes where workers wait"
+    world.commits.settle(wait=True)
+    assert world.commits.would_make_room()
+
+
+def test_fault_40_a_quota_asks_for_checkpoints_against_the_newest_that_was_begun(
+    world: World, space: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    space.free = 1 << 40
+    assert not world.commits.is_crowded()
+    world.train(1)
+    world.backend.disk.clear()
+    world.commits.begin(1, weights=0)
+    world.reader.crowded = True
+    with caplog.at_level(logging.INFO):
+        assert world.commits.is_crowded()
+    assert "a checkpoint now, so that the ring, at 3 MiB, stays within buffer.max_mb" in caplog.text
+    assert world.reader.asked == [None, {"consumed": {"low": 2, "above": []}}], "not the newest that is durable"
+    assert not world.commits.would_make_room()
+    world.reader.problem = Shortage("somebody holds it", 7.5)
+    assert world.commits.would_make_room()
+    world.commits.require_room()  # one is under way, and may help
+    world.backend.disk.set()
+    world.commits.settle(wait=True)
+    with pytest.raises(
+        ConfigError, match=r"^buffer\.max_mb: quota too small: somebody .* 7\.5 at least, and go on with --resume$"
+    ):
+        world.commits.require_room()
+    world.reader.problem = None
+    world.commits.require_room()
 
 
 def test_free_space_is_looked_at_rarely(world: World, space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

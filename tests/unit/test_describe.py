@@ -97,6 +97,7 @@ run_group: str
 layout: str
 buffer.max_staleness: int
 buffer.segment_mb: float
+buffer.max_mb: float or null
 buffer.commit_s: float
 buffer.min_free_mb: float
 algorithm.name: str

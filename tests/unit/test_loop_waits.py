@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from loop_world import World
 
-from areal_hpc.errors import WaitTimeout
+from areal_hpc.errors import ConfigError, WaitTimeout
 from areal_hpc.types import Batch, GroupRef, WeightVersion
 
 
@@ -114,6 +115,39 @@ def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
         world.loop.run()
     assert world.calls == ["commit 0", "durable"]
+
+
+def test_fault_40_a_checkpoint_of_a_crowded_ring_comes_before_the_next_step_which_does_not_wait_for_it() -> None:
+    """Once a step, and not where the step has one anyway."""
+    world = World(total_steps=4, checkpoint_every=3)
+    world.loop.crowded = lambda: world.loop.step >= 2
+    assert world.run() is True
+    kept = [call for call in world.calls if call.startswith(("commit", "durable", "train"))]
+    assert kept == ["train", "train", "commit 2", "train", "commit 3", "train", "commit 4", "durable"]
+
+
+def test_fault_40_where_no_checkpoint_makes_room_the_run_ends_at_its_last_step_and_says_why() -> None:
+    world = World()
+    world.loop.stop_requested = lambda: False  # and nobody produces
+    world.loop.pressed = lambda: True
+
+    def refuse() -> None:
+        raise ConfigError("buffer.max_mb: quota too small")
+
+    world.loop.require_room = refuse
+    with pytest.raises(ConfigError, match="quota too small"):
+        world.loop.run()
+    assert world.calls == ["commit 0", "durable"], "nothing is lost"
+
+
+def test_fault_40_weights_that_wait_for_groups_without_room_end_the_run_as_well() -> None:
+    """In deterministic training: the step is done, so no checkpoint can be made before its weights are published."""
+    world = World(deterministic=True)
+    world.begin_without(3)
+    world.loop.require_room = Mock(side_effect=[None, ConfigError("buffer.max_mb: quota too small")])
+    with pytest.raises(ConfigError, match="quota too small"):
+        world.loop.run()
+    assert world.calls[-1] == "journal 1", "weights were not published"
 
 
 def test_the_time_of_such_a_checkpoint_is_not_the_workers() -> None:

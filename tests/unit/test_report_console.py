@@ -185,6 +185,13 @@ def test_what_the_newest_weights_saved_is_told_where_only_changes_are_sent() -> 
         assert progress.fields()["weights"] == f"version 7{text}"
 
 
+def test_what_the_ring_holds_of_its_quota_is_told_where_there_is_one() -> None:
+    progress = Progress(100)
+    for gauges, text in (({}, ""), ({"ring_max_bytes": 64 << 20}, ", 48.0 MiB of 64.0 MiB")):
+        progress.feed(record("step", step=1, ring_fill=0.5, ring_bytes=48 << 20, **gauges))
+        assert progress.fields()["ring"] == f"50% full{text}"
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(None, "-"), (0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5000 << 40, "5,000.0 TiB")],

@@ -99,6 +99,15 @@ def test_what_engines_were_sent_is_told(run: RunDir) -> None:
     assert "  weights       6.0 MiB sent to each engine" in stream.getvalue().splitlines()
 
 
+def test_how_much_of_its_quota_the_ring_has_held_is_told_where_there_is_one(run: RunDir) -> None:
+    held = {1: 30 << 20, 2: 48 << 20, 3: 2 << 20}
+    gauges = [{"ring_bytes": num_bytes, "ring_max_bytes": 64 << 20} for num_bytes in held.values()]
+    write(run, 1, "trainer", [("step", {**step(n)[1], **more}) for n, more in zip(held, gauges, strict=True)])
+    stream = io.StringIO()
+    write_report(run, stream)
+    assert "  ring          at most 48.0 MiB of 64.0 MiB held" in stream.getvalue().splitlines()
+
+
 def test_a_run_without_evaluations_says_nothing_of_them(run: RunDir) -> None:
     write(run, 1, "trainer", [step(1)])
     stream = io.StringIO()

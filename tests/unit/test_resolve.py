@@ -278,6 +278,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_schedule": ({"trainer__optimizer__warmup_steps": 100}, "trainer.optimizer.warmup_steps: 100 is the"),
     "check_schedule, min_lr": ({"trainer__optimizer__min_lr": 1.0}, "trainer.optimizer.min_lr: 1.0 is above"),
     "check_ring": ({"rollout__workers": 49}, "rollout.workers: 49 workers share"),
+    "check_quota": ({"buffer__max_mb": 0.0005}, "buffer.max_mb: 0.0005 MiB cannot hold the algorithm.groups_per_step"),
     "check_time_limits": ({"rollout__reward_timeout_s": 601.0}, "rollout.reward_timeout_s: 601 s is longer"),
     "check_time_limits, starve": ({"limits__starve_s": 599.0}, "limits.starve_s: 599 s ends the run while an episode"),
     "check_evaluation": ({"evaluation__every_steps": 5}, "evaluation.every_steps: there is nothing to evaluate on"),

@@ -16,6 +16,7 @@ from areal_hpc.types import (
     GenerationRequest,
     Prompt,
 )
+from areal_hpc.waits import open_waits
 
 
 def test_groups_are_run_and_sealed_and_the_ring_sets_the_pace() -> None:
@@ -86,6 +87,28 @@ def test_a_reissue_that_the_ring_still_shows_is_not_run_twice() -> None:
         ring = Slow(6, done=6)
         await runner_of(ring, Engine()).run(ring.stop)
         assert ring.order.count(40) == 1
+
+    run(test())
+
+
+def test_fault_39_what_a_prompt_waits_for_is_named_and_named_anew_once_it_is_something_else() -> None:
+    class Bounded(Ring):
+        lacking = "a free ticket", ""
+
+        def lacks(self) -> tuple[str, str]:
+            return self.lacking
+
+    async def test() -> None:
+        ring = Bounded(0, done=1)
+        working = asyncio.create_task(runner_of(ring, Engine()).run(ring.stop))
+        await until(lambda: [wait.what for wait in open_waits()] == ["a free ticket"])
+        ring.lacking = "room in the ring", "7 MiB are held"
+        await until(lambda: [wait.what for wait in open_waits()] == ["room in the ring"])
+        [wait] = open_waits()
+        assert (wait.parties, wait.about) == (("trainer-0",), "for position 0; 7 MiB are held")
+        ring.free = 1
+        await working
+        assert ring.order == [0]
 
     run(test())
 

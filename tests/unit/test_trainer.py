@@ -134,7 +134,7 @@ def test_C32_weights_that_are_not_those_that_were_saved_are_refused_before_a_tok
         def publish(self, version: int, weights: Any) -> dict[str, float]:
             return {"fingerprint": float(fingerprint), "seconds_paused": 0.0}
 
-    run, state = RunDir.create(tmp_path / "run"), {"weights": 5, "merged": False}
+    run, state = RunDir.create(tmp_path / "run"), {"weights": 5, "merged": False, "ring": {}}
     parent = checkpoint.verify(checkpoint.write(run, WeightVersion(1, 20), lambda _: None, state))
     process: Any = SimpleNamespace(config=load([QUICKSTART], words), run=None)
     member = Member(

@@ -21,7 +21,15 @@ from areal_hpc.buffer.scan import GroupFetcher, one_by_one
 from areal_hpc.checkpoint import Checkpoint
 from areal_hpc.cluster.rendezvous import torchrun_variables
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.derived import awaits_satellites, collective_s, ring_capacity, takes_satellites, takes_whole
+from areal_hpc.config.derived import (
+    awaits_satellites,
+    collective_s,
+    largest_group_bytes,
+    ring_capacity,
+    takes_satellites,
+    takes_whole,
+)
+from areal_hpc.config.recipes import recipe_of
 from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, TransportName
 from areal_hpc.journal import Journal
 from areal_hpc.liveness.alone import alone
@@ -145,6 +153,8 @@ class TrainerSide:
     """Says once, when everything is loaded, with which version the attempt begins, and what others go on with."""
     archiver: Archiver | None
     """Where trained groups are kept; None where they are not."""
+    ring: RingReader | None = None
+    """The reader of a ring that workers write; None elsewhere."""
 
 
 def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run) -> TrainerSide:
@@ -162,6 +172,8 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         order=fixed_order(config),
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
+        group_bytes=largest_group_bytes(config),
+        groups_per_step=config.algorithm.groups_per_step,
     )
     journal = Journal(process.run, process.epoch)
     roster = Roster(process)
@@ -187,6 +199,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run)
         journal=journal,
         begin=lambda version, carried: reader.write_start(version, identity["fingerprint"], carried),
         archiver=_make_archiver(process),
+        ring=reader,
     )
 
 
@@ -236,7 +249,16 @@ def _frozen_bytes(config: Config) -> int | None:
     """Bytes of the weights in whose place adapters are sent; None where it is the weights that are."""
     if config.model.lora.rank == 0 or takes_whole(config):
         return None
+    return _num_parameters(config) * dtype_named(config.model.dtype).itemsize
+
+
+def first_checkpoint_bytes(config: Config) -> int:
+    """What a checkpoint takes at most, for where there is none yet to go by: model and both moments in float32, and as
+    much again for a critic."""
+    return 3 * 4 * _num_parameters(config) * (2 if recipe_of(config.algorithm.name).critic else 1)
+
+
+def _num_parameters(config: Config) -> int:
     directory = Path(config.model.path)
     shapes = read_shapes(directory)
-    count = sum(math.prod(shapes[name]) for name in trainable(shapes, directory))
-    return count * dtype_named(config.model.dtype).itemsize
+    return sum(math.prod(shapes[name]) for name in trainable(shapes, directory))

@@ -1,0 +1,143 @@
+"""What ``buffer.max_mb`` allows: the ring never holds more, workers wait instead, and checkpoints come in time.
+
+    held       bytes of all segments that lie there, as the trainer saw them last
+    a ticket   is charged a group as long as groups can be, from when it may begin until its group is in ``held``
+    limits     CONTROL tells each writer how many tickets may have begun; a limit only grows, so an old one is safe
+
+    held + tickets that may begin or are in flight, charged     <= max_mb
+
+What a group takes less than it was charged is given to others as soon as the trainer has seen it. A group that is
+larger than its charge (an agent's that branches, or with records of experts) is what all are charged from then on; by
+so much more than the charge, each, those in flight by then may be too large as well. Prompts that a writer drops cost
+their two small records before the trainer knows.
+
+Segments go once a checkpoint and the one before it cover them, so what is kept of consumed groups is what lies between
+now and the last but one. ``is_crowded`` asks for a checkpoint before that becomes too much. Of what groups that are not
+consumed can leave, a third may be consumed since the last checkpoint was begun; another third lies between it and the
+one before; and the last until a checkpoint that is being written is durable. So nothing waits for room where a third
+holds a step: with s = max_staleness and B groups a step these are (s + 1) B groups that are not consumed, s B at most
+that are and lie behind one that is not, and 3 B. The writers' open segments are a sixteenth of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from areal_hpc.config.schema import BufferConfig
+
+MIB = 1 << 20
+OPEN_SHARE = 16
+"""All open segments together are one part in so many of the quota: they cannot be deleted, whatever they hold."""
+SMALL_BYTES = 1 << 10
+"""Records around a group: its RESERVE, COMMITs, a SEAL. Of each writer some may come behind the group seen last."""
+
+
+def segment_bytes(config: BufferConfig, num_writers: int) -> int:
+    """Size at which a segment is sealed."""
+    if config.max_mb is None:
+        return int(config.segment_mb * MIB)
+    return int(min(config.segment_mb, config.max_mb / (OPEN_SHARE * num_writers)) * MIB)
+
+
+class Segment(NamedTuple):
+    """One file of the ring."""
+
+    chain: str
+    num_bytes: int
+    newest_ticket: int
+    """The highest one that it, or a segment of its chain before it, speaks of."""
+    is_open: bool
+
+
+def kept(segments: Iterable[Segment], lows: Mapping[str, int]) -> list[Segment]:
+    """What is left when all has been deleted that speaks only of tickets below its chain's low."""
+    return [one for one in segments if one.is_open or one.newest_ticket >= lows.get(one.chain, 0)]
+
+
+def size_of(segments: Iterable[Segment]) -> int:
+    """In bytes."""
+    return sum(one.num_bytes for one in segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One writer's tickets, as the trainer knows of them."""
+
+    in_flight: int
+    unused: int
+    """That it was allowed and has not begun."""
+    wanted: int
+    """That it could begin if there were bytes enough, those that it was allowed among them."""
+
+
+def allowed(num_tickets: int, standings: Sequence[Standing]) -> list[int]:
+    """How many tickets each writer may begin now: no fewer than before, and what is left to those with the fewest.
+
+    Args:
+        num_tickets: that may be in flight or about to begin, of all writers.
+    """
+    tickets = [one.unused for one in standings]
+    more = [max(0, one.wanted - one.unused) for one in standings]
+    spare = max(0, num_tickets - sum(one.in_flight + one.unused for one in standings))
+    if spare >= sum(more):
+        return [unused + extra for unused, extra in zip(tickets, more, strict=True)]
+    poorest = [(one.in_flight + one.unused, slot) for slot, one in enumerate(standings) if more[slot]]
+    heapq.heapify(poorest)
+    for _ in range(spare):
+        has, slot = heapq.heappop(poorest)
+        tickets[slot] += 1
+        if tickets[slot] < standings[slot].wanted:
+            heapq.heappush(poorest, (has + 1, slot))
+    return tickets
+
+
+class Quota:
+    """The numbers of one ring.
+
+    Args:
+        max_bytes: what all segments may hold together.
+        group_bytes: the largest group to expect, with all its records.
+        capacity: tickets that may be outstanding.
+        num_writers: of the run.
+        groups_per_step: that a step consumes.
+    """
+
+    def __init__(
+        self, *, max_bytes: int, group_bytes: int, capacity: int, num_writers: int, groups_per_step: int
+    ) -> None:
+        self.max_bytes, self._capacity, self._groups_per_step = max_bytes, capacity, groups_per_step
+        self._small = num_writers * SMALL_BYTES
+        self.charge = group_bytes
+        self._largest = 0  # that was seen
+
+    def saw(self, record_bytes: int) -> None:
+        """A group has come, in a record of so many bytes."""
+        self._largest = max(self._largest, record_bytes + SMALL_BYTES)
+        self.charge = max(self.charge, self._largest)
+
+    def num_tickets(self, held_bytes: int) -> int:
+        """That may be in flight or about to begin beside what is held; below 0 where that is too much already."""
+        return (self.max_bytes - self._small - held_bytes) // self.charge
+
+    def is_crowded(
+        self, segments: Sequence[Segment], begun: Mapping[str, int], now: Mapping[str, int], groups: int
+    ) -> bool:
+        """Whether a checkpoint should begin before the next step: see above.
+
+        Args:
+            begun: of each chain, the low of the newest checkpoint that was begun.
+            now: the same of one that would begin now.
+            groups: that wait to be consumed.
+        """
+        needed = size_of(kept(segments, now))
+        consumed = size_of(kept(segments, begun)) - needed
+        not_yet = (self._capacity - groups) * self._largest
+        step = self._groups_per_step * self._largest
+        return consumed > 0 and 3 * (consumed + step) > self.max_bytes - self._small - needed - not_yet
+
+    def least(self, held_bytes: int, groups: int) -> int:
+        """Bytes of a quota under which ``groups`` more can come while ``held_bytes`` stay."""
+        return self._small + held_bytes + max(1, groups) * self.charge
