@@ -24,7 +24,7 @@ def is_admin(request: web.Request, token: str) -> bool:
 
 def same(given: str, secret: str) -> bool:
     """Whether they are; the time that it takes tells nothing of the secret but its length."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
 
 
 BACKLOG = 4096

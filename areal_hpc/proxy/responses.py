@@ -30,6 +30,7 @@ DEFAULTS = {"metadata": {}, "tool_choice": "auto", "tools": [], "text": {"format
 WITH_LOGPROBS = "message.output_text.logprobs"
 """What a client includes to see the log-probs: those of all that was sampled, reasoning and calls too."""
 MAX_PAGE = 100
+LIMITS = {str(number): number for number in range(1, MAX_PAGE + 1)}
 UNSUPPORTED = ("conversation", "background", "prompt")
 
 
@@ -188,14 +189,14 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise Refused(400, "order must be asc or desc", param="order")
-    if not (limit.isdecimal() and 1 <= int(limit) <= MAX_PAGE):
+    if limit not in LIMITS:
         raise Refused(400, f"limit must be in [1, {MAX_PAGE}]", param="limit")
     ordered = list(items) if order == "asc" else list(reversed(items))
     ids = [item["id"] for item in ordered]
     if after is not None and after not in ids:
         raise Refused(400, f"after: there is no item {after!r}", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    page = ordered[start : start + int(limit)]
+    page = ordered[start : start + LIMITS[limit]]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": page, **ends, "has_more": start + len(page) < len(ordered)}
 

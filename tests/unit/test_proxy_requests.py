@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from dialogues import said
-from hypothesis import given
-from hypothesis import strategies as st
-from served import ADD, STREAMS, USER, run, served, text_of
+from served import STREAMS, USER, run, served, text_of
 
-from areal_hpc.config.schema import ToolFormatName
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Drift
-from areal_hpc.generation.scripted import ScriptedGenerator
-from areal_hpc.proxy.app import APIS
-from areal_hpc.proxy.calls import Call
-from areal_hpc.proxy.requests import Refused
-from areal_hpc.proxy.sessions import Limits, Sessions
-from areal_hpc.roles.wiring.agents import make_dialect
-from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+from areal_hpc.types import Completion, GenerationRequest, StopReason
 
 
 def test_H11_null_is_the_default_everywhere_and_unknown_fields_are_tolerated(hermes: ChatRenderer) -> None:
@@ -197,117 +186,6 @@ def test_drift_is_told_for_a_conversation_over_the_messages_api(hermes: ChatRend
             assert service.session.transcript.drifts == {Drift.START: 1, Drift.CLEAN: 1}
 
     run(scenario())
-
-
-TEXT = {"type": "text", "text": "hi"}
-RICH: Mapping[str, Any] = {
-    "/v1/chat/completions": {
-        "model": "m",
-        "messages": [
-            {"role": "system", "content": [TEXT]},
-            USER,
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "hm",
-                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
-            },
-            {"role": "tool", "tool_call_id": "c", "content": "2"},
-        ],
-        "tools": [ADD],
-        "tool_choice": {"type": "function", "function": {"name": "add"}},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {}}},
-        "stream_options": {"include_usage": True},
-        "chat_template_kwargs": {"enable_thinking": False},
-        **{"stop": ["x"], "n": 1, "seed": 1, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, "temperature": 0.5},
-    },
-    "/v1/completions": {"prompt": ["hi"], "logprobs": 1, "stop": "x", "max_tokens": 5, "echo": False, "n": 1},
-    "/v1/responses": {
-        "instructions": "s",
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]},
-            {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
-            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "2"}]},
-        ],
-        "tools": [{"type": "function", "strict": True, **ADD["function"]}],
-        "tool_choice": {"type": "function", "name": "add"},
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}},
-        "include": ["message.output_text.logprobs"],
-        **{"max_output_tokens": 5, "top_logprobs": 2, "temperature": 0.5, "metadata": {"a": "b"}},
-    },
-    "/v1/messages": {
-        "system": [TEXT],
-        "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm", "signature": ""},
-                    TEXT,
-                    {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
-                ],
-            },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [TEXT]}, TEXT]},
-        ],
-        "tools": [{"name": "add", "description": "adds", "input_schema": {"type": "object"}, "strict": True}],
-        "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
-        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
-        **{"max_tokens": 5, "stop_sequences": ["x"], "temperature": 0.5},
-    },
-}
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5)
-)  # JSON as Python reads it: 1e400 becomes infinite
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a body something could be something else."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-def spoilt(body: Any, path: Sequence[Any], value: Any) -> Any:
-    whole = inner = copy.deepcopy(body)
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return whole
-
-
-@pytest.mark.parametrize("path", RICH)
-def test_what_bodies_are_rich_in_is_understood(hermes: ChatRenderer, path: str) -> None:
-    async def scenario() -> None:
-        async with served(hermes, lambda _: "yes") as service:
-            status, answer = await service.post(path, RICH[path])
-            assert status == 200, answer
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("path", RICH)
-@given(data=st.data())
-def test_whatever_stands_in_a_body_is_understood_or_refused(hermes: ChatRenderer, path: str, data: Any) -> None:
-    """In every place of it, whatever JSON can hold: no error of ours."""
-    where = data.draw(st.sampled_from(list(places(RICH[path]))))
-    body = spoilt(RICH[path], where, data.draw(VALUES))
-    sessions = Sessions(hermes, idle_s=60.0)
-    session = sessions.open(
-        generator=ScriptedGenerator([]),
-        sampling=Sampling(max_new_tokens=16, seed=1),
-        max_tokens=1 << 20,
-        limits=Limits(max_turns=64),
-    )
-    try:
-        call = Call(session, APIS[path].parse(body), make_dialect(hermes, ToolFormatName.AUTO))
-    except Refused as refused:
-        assert 400 <= refused.status < 500
-        return
-    APIS[path].stream(call).begin()
 
 
 @pytest.mark.parametrize(
