@@ -45,8 +45,6 @@ def test_a_new_knob_is_a_decision() -> None:
     """Whoever changes this list has decided that a user must know one thing more, or one less."""
     found = [f"{key.name}: {type_name(key.type)}" for key in keys().values()]
     assert found == KNOBS.read_text(encoding="utf-8").splitlines()
-        encoding="utf-8"
-    ).splitlines()
 
 
 def test_every_knob_and_every_section_has_help() -> None:
