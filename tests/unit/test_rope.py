@@ -45,7 +45,7 @@ def test_every_variant_is_that_of_transformers(variant: dict[str, Any], theta: f
     written = {**variant, "rope_theta": theta}
     rope = read_rope({**CONFIG, "rope_parameters": written}, Path("model"))
     theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=dim, rope_parameters=dict(written), **CONFIG))
-    torch.testing.assert_close(inverse_frequencies(rope, dim), theirs.inv_freq, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(inverse_frequencies(rope, dim), theirs.inv_freq, rtol=1e-5, atol=0.0)  # float32
     assert amplitude(rope) == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
