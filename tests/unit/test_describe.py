@@ -210,6 +210,7 @@ limits.rejoin_s: float
 limits.checkpoint_s: float
 limits.quiet_s: float
 limits.engine_s: float
+limits.worker_s: float
 limits.stall_s: float
 limits.stop_s: float
 cluster.shape: local | het | split | satellites
