@@ -149,6 +149,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout__group_size": 1, "rollout__filter__min_group_size": 1, "rollout__filter__zero_variance": False},
         "rollout.group_size",
     ),
+    "check_time_limits, worker": (
+        {"limits__worker_s": 20.0},
+        "limits.worker_s: 20 s replaces a hung worker before limits.quiet_s 25 s has let it be named",
+    ),
     "check_time_limits, stall": (
         {"limits__stall_s": 20.0},
         "limits.stall_s: 20 s ends a stalled attempt before limits.quiet_s 25 s has let it be named",
