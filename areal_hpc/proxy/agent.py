@@ -17,7 +17,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -37,6 +37,8 @@ NO_PROXY = "127.0.0.1,localhost,::1"
 MAX_THREADS = 1024
 """Agents that are no coroutines run at once, each in a thread; they wait for the engine nearly all the time."""
 LAST_OUTPUT = 2000
+"""Bytes of a command's output that are kept, for the message that it has failed."""
+READ_BYTES = 1 << 16
 REAP_LIMIT_S = 5.0
 
 
@@ -200,15 +202,32 @@ def command_agent(command: Sequence[str], passed: Sequence[str]) -> Agent:
             start_new_session=True,
             env=environment(task, passed),
         )
+        assert process.stdin is not None and process.stdout is not None
         try:
-            output, _ = await process.communicate(json.dumps(task.data).encode())
+            told = _tell(process.stdin, json.dumps(task.data).encode())
+            output, *_ = await asyncio.gather(_last_output(process.stdout), told, process.wait())
         finally:
             await _end(process)
         if process.returncode:
-            said = output.decode(errors="replace")[-LAST_OUTPUT:].strip()
+            said = output.decode(errors="replace").strip()
             raise AgentError(f"{command[0]} ended with exit code {process.returncode}; its last words: {said}")
 
     return attempt
+
+
+async def _tell(stdin: asyncio.StreamWriter, data: bytes) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # it need not read its prompt
+        stdin.write(data)
+        await stdin.drain()
+    stdin.close()
+
+
+async def _last_output(stdout: asyncio.StreamReader) -> bytes:
+    """The end of what is printed, to whose length there is no limit."""
+    kept = b""
+    while chunk := await stdout.read(READ_BYTES):
+        kept = (kept + chunk)[-LAST_OUTPUT:]
+    return kept
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -253,6 +254,19 @@ def test_a_command_gets_its_data_on_standard_input_and_rewards_over_http(hermes:
     code = CURL + 'post(os.environ["AREAL_SERVICE_URL"] + "/rl/set_reward", {"reward": len(data["answer"])})'
     assert rewards(hermes, command_agent([sys.executable, "-c", code], ())) == [3.0]
     assert rewards(hermes, command_agent([sys.executable, "-c", CURL], ())) == [0.25]
+
+
+def test_a_command_that_prints_without_end_and_reads_nothing_costs_no_memory() -> None:
+    code = "import sys\nfor _ in range(300): sys.stdout.write('x' * 100_000)\nsys.exit('no luck')"
+    task = Task(data={"much": "y" * 2_000_000}, url="http://127.0.0.1:1", key="k")
+    tracemalloc.start()
+    try:
+        with pytest.raises(AgentError, match=r"ended with exit code 1; its last words: x{1900,}no luck$") as caught:
+            asyncio.run(command_agent([sys.executable, "-c", code], ())(task))
+        assert len(str(caught.value)) < 3000
+        assert tracemalloc.get_traced_memory()[1] < 12_000_000, "the prompt on its way, and not the 30 MB of output"
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_command_that_fails_says_its_last_words(hermes: ChatRenderer) -> None:

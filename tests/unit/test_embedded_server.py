@@ -317,7 +317,9 @@ def test_the_state_routes_tell_what_runs(model: Path) -> None:
     run(model, use)
 
 
-def test_a_crash_of_the_engine_answers_500_and_health_503(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_of_the_engine_is_in_the_log_and_answers_500_and_health_503(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def use(api: Api) -> None:
         def crash(*_: Any) -> torch.Tensor:
             raise RuntimeError("the loop broke")
@@ -336,6 +338,9 @@ def test_a_crash_of_the_engine_answers_500_and_health_503(model: Path, monkeypat
         assert (await api.post("/pause_generation"))[0] == 500
 
     run(model, use)
+    (died,) = (record for record in caplog.records if record.levelname == "CRITICAL")
+    assert died.exc_info is not None
+    assert str(died.exc_info[1]) == "the loop broke" and died.exc_info[2] is not None, "where it broke, too"
 
 
 def test_a_server_ends_while_requests_run(model: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from anything import ANYTHING, NUMBERS, places, spoilt, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from online_world import STANDING
@@ -80,28 +79,6 @@ RICH: Mapping[str, Any] = {
         **{"max_tokens": 5, "stop_sequences": ["x"], "temperature": 0.5},
     },
 }
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5)
-)  # JSON as Python reads it: 1e400 becomes infinite
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in a body something could be something else."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-def spoilt(body: Any, path: Sequence[Any], value: Any) -> Any:
-    whole = inner = copy.deepcopy(body)
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return whole
-
-
 EXAMPLES = 60
 """Of each endpoint; 500 of each have found nothing more."""
 ASKED = {**RICH, "/v1/messages/count_tokens": RICH["/v1/messages"]}
@@ -112,23 +89,6 @@ SESSIONS = {
     "/rl/end_session": {},
     "/rl/export": {"session_id": "s", "discount": 0.5},
 }
-DEEP = {"list": ("[", "]"), "object": ('{"a":', "}")}
-"""What a value that is nested deeply is written with: the reader of JSON takes some hundreds of levels."""
-
-
-def nested(kind: str, depth: int) -> str:
-    return f"{kind} {depth} deep"
-
-
-def written(body: Any) -> str:
-    def expanded(match: re.Match[str]) -> str:
-        opening, closing = DEEP[match[1]]
-        return opening * int(match[2]) + "1" + closing * int(match[2])
-
-    return re.sub(r'"(list|object) (\d+) deep"', expanded, json.dumps(body))
-
-
-ANYTHING = VALUES | st.just("\ud800") | st.builds(nested, st.sampled_from(list(DEEP)), st.sampled_from([100, 260, 900]))
 
 
 @dataclass(slots=True)
@@ -218,11 +178,6 @@ def test_every_field_of_what_is_said_of_sessions_may_hold_anything(asking: Askin
 
 def query_of(**wanted: str | None) -> str:
     return "&".join(f"{name}={quote(value)}" for name, value in wanted.items() if value is not None)
-
-
-NUMBERS = st.integers().map(str) | st.sampled_from(
-    ["9" * 4301, "\u0663", "\u00b2", "1_0", " 3", "+3", "0x1", "1e2", "-1"]
-)
 
 
 @given(

@@ -68,7 +68,7 @@ class BatchRunner:
         self._minimum[row] = params.min_new_tokens
         self._seed[row] = sequence.seed
         self._temperature[row] = params.temperature
-        self._top_k[row] = self._vocab_size if params.top_k == -1 else params.top_k
+        self._top_k[row] = self._vocab_size if params.top_k == -1 else min(params.top_k, self._vocab_size)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._stops[row] = False

@@ -15,6 +15,7 @@ every later call is refused with the cause: nobody waits for an engine that is g
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -31,6 +32,8 @@ from areal_hpc.generation.embedded.runner import BatchRunner
 from areal_hpc.generation.embedded.sequence import Sequence
 from areal_hpc.generation.served.request import Quarantined
 from areal_hpc.waits import ANYBODY, LEADER, waiting
+
+log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 4096
 """Padded prompt tokens computed between two decode steps; a longer prompt goes alone."""
@@ -249,6 +252,7 @@ class Scheduler:
             self._open = False
 
     def _fail(self, error: BaseException) -> None:
+        log.critical("the engine's thread has ended", exc_info=error)
         self._shut(error)
         for sequence in self.unfinished:
             sequence.resolve(GenerationError(f"the engine died: {type(error).__name__}: {error}"))

@@ -23,7 +23,7 @@ from areal_hpc.generation.embedded.scheduler import PAUSE, QUARANTINE
 from areal_hpc.generation.embedded.sequence import Sequence
 from areal_hpc.generation.embedded.stream import Stream
 from areal_hpc.generation.embedded.wire import answer
-from areal_hpc.generation.served.exchange import EVENTS, errors_as_answers, guard, need, read_body
+from areal_hpc.generation.served.exchange import EVENTS, errors_as_answers, guard, read_body, text_field
 from areal_hpc.generation.served.request import SamplingParams, parse_generate
 from areal_hpc.generation.served.weight_routes import ParameterRoutes, WeightRoutes
 
@@ -130,7 +130,7 @@ class EngineRoutes:
 
     async def abort(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        request_id = None if body.get("abort_all") else need(body, "rid")[0]
+        request_id = None if body.get("abort_all") else text_field(body, "rid")
         await self._call(lambda: self._scheduler.abort(request_id))
         return web.Response()
 

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from areal_hpc.errors import DataError, GenerationError, WeightUpdateError
-from areal_hpc.generation.served.request import Quarantined
+from areal_hpc.generation.served.request import LARGEST, Quarantined
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -26,7 +26,7 @@ async def read_body(request: web.Request) -> Mapping[str, Any]:
     raw = await request.read()
     try:
         body = json.loads(raw) if raw else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise DataError("the body must be a JSON object")
@@ -39,6 +39,36 @@ def need(body: Mapping[str, Any], *names: str) -> list[Any]:
     if absent:
         raise DataError(f"fields {absent} are missing")
     return [body[name] for name in names]
+
+
+def text_field(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """A text that other programs can be told. Raises DataError where it is none, or is absent and has no default."""
+    [value] = need(body, name) if default is None else [default if body.get(name) is None else body[name]]
+    if not isinstance(value, str) or "\0" in value:
+        raise DataError(f"{name} must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} has half a character: {error}") from error
+    return value
+
+
+def number_field(
+    body: Mapping[str, Any], name: str, least: int, most: int = LARGEST, default: int | None = None
+) -> int:
+    """An integer in [least, most]. Raises DataError where it is none, or is absent and has no default."""
+    [value] = need(body, name) if default is None else [default if body.get(name) is None else body[name]]
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise DataError(f"{name} must be an integer in [{least}, {most}]")
+    return value
+
+
+def list_field(body: Mapping[str, Any], name: str, fits: Callable[[Any], bool], kind: str) -> list[Any]:
+    """A list whose entries are of that ``kind``. Raises DataError where it is none, or is absent."""
+    [value] = need(body, name)
+    if not isinstance(value, list) or not all(map(fits, value)):
+        raise DataError(f"{name} must be a list of {kind}")
+    return value
 
 
 def outcome(success: bool, message: str, **more: Any) -> web.Response:

@@ -22,6 +22,11 @@ NEUTRAL = {
 }
 """SGLang's sampling fields that our servers lack, with the value that asks for nothing; any other is refused."""
 NUMBERS = ("temperature", "top_p", "min_p")
+MAX_SAMPLES = 1024
+HOTTEST = 1e38
+"""What engines can keep, in float32."""
+LARGEST = 2**63 - 1
+"""Of integers that other programs can be told."""
 FLAGS = ("ignore_eos", "skip_special_tokens", "no_stop_trim")
 TEXTS = ("json_schema", "structural_tag")
 LISTS = {"stop": str, "stop_token_ids": int}
@@ -66,10 +71,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for holds, rule in (
-            (self.n >= 1, "n must be at least 1"),
+            (1 <= self.n <= MAX_SAMPLES, f"n must be in [1, {MAX_SAMPLES}]"),
             (self.max_new_tokens >= 1, "max_new_tokens must be at least 1"),
             (0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens must be in [0, max_new_tokens]"),
-            (0 <= self.temperature < float("inf"), "temperature must be at least 0 and finite"),
+            (0 <= self.temperature <= HOTTEST, "temperature must be at least 0 and finite"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
             (self.top_k == -1 or self.top_k >= 1, "top_k must be -1 (off) or at least 1"),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
@@ -140,6 +145,8 @@ def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateReques
     params = _for_each(body.get("sampling_params") or {}, len(prompts), dict, "sampling_params")
     parsed = tuple(SamplingParams.parse(given) for given in params)
     start, num_top = _integer(body, "logprob_start_len", -1), _integer(body, "top_logprobs_num", 0)
+    if num_top < 0:
+        raise DataError("top_logprobs_num must be at least 0")
     return_logprob = bool(body.get("return_logprob", False))
     return GenerateRequest(
         prompts=prompts,
@@ -157,8 +164,8 @@ def parse_generate(body: Mapping[str, Any], text: Text | None) -> GenerateReques
 
 def _integer(body: Mapping[str, Any], name: str, default: int) -> int:
     value = body.get(name)
-    if value is not None and not isinstance(value, int):
-        raise DataError(f"{name} must be an integer")
+    if value is not None and not (isinstance(value, int) and abs(value) <= LARGEST):
+        raise DataError(f"{name} must be an integer of 64 bits")
     return default if value is None else value
 
 
@@ -170,7 +177,10 @@ def _prompts(body: Mapping[str, Any], text: Text | None) -> tuple[tuple[tuple[in
         if text is None:
             raise DataError("this model has no tokenizer; send input_ids")
         batched = not isinstance(body["text"], str)
-        given = [text.encode(one) for one in (body["text"] if batched else [body["text"]])]
+        texts = body["text"] if batched else [body["text"]]
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+            raise DataError("text must be a text or a list of texts")
+        given = [text.encode(one) for one in texts]
     else:
         batched = isinstance(given, list) and bool(given) and isinstance(given[0], list)
         given = given if batched else [given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,11 +12,21 @@ from aiohttp import web
 
 from areal_hpc.buckets import dtype_named
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.generation.served.exchange import need, outcome, read_body
+from areal_hpc.generation.served.exchange import (
+    list_field,
+    need,
+    number_field,
+    outcome,
+    read_body,
+    text_field,
+)
+from areal_hpc.generation.served.request import LARGEST
 from areal_hpc.transfer import GroupAddress, TensorSpec
 
 DEFAULT_GROUP = "weight_update_group"
 FLATTENED = "flattened_bucket"
+MAX_RANKS = 1 << 20
+DIGITS = re.compile(r"[0-9]{1,9}")
 
 T = TypeVar("T")
 
@@ -83,19 +94,20 @@ class WeightRoutes:
 
     async def init_group(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        host, port, rank, world_size = need(body, "master_address", "master_port", "rank_offset", "world_size")
+        world_size = number_field(body, "world_size", 1, MAX_RANKS)
+        rank = number_field(body, "rank_offset", 0, world_size - 1)
         address = GroupAddress(
-            host=host,
-            port=int(port),
-            name=body.get("group_name", DEFAULT_GROUP),
-            world_size=int(world_size),
-            backend=body.get("backend", "gloo"),
+            host=text_field(body, "master_address"),
+            port=number_field(body, "master_port", 1, 65535),
+            name=text_field(body, "group_name", DEFAULT_GROUP),
+            world_size=world_size,
+            backend=text_field(body, "backend", "gloo"),
         )
-        await _run(lambda: self._updates.join(address, int(rank)))
+        await _run(lambda: self._updates.join(address, rank))
         return outcome(True, f"Joined group {address.name} as rank {rank} of {world_size}.")
 
     async def destroy_group(self, request: web.Request) -> web.Response:
-        name = (await read_body(request)).get("group_name", DEFAULT_GROUP)
+        name = text_field(await read_body(request), "group_name", DEFAULT_GROUP)
         await _run(lambda: self._updates.leave(name))
         return outcome(True, f"Left group {name}.")
 
@@ -105,16 +117,15 @@ class WeightRoutes:
 
     async def from_distributed(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        names, dtypes, shapes = need(body, "names", "dtypes", "shapes")
         load_format = body.get("load_format")
         if load_format not in (None, FLATTENED):
             raise WeightUpdateError(f"load_format {load_format!r} is not known; use null or {FLATTENED}")
         if load_format is None and body.get("nums_changed") is not None:
             raise WeightUpdateError(f"deltas come packed; send load_format {FLATTENED}")
-        specs = specs_from(names, dtypes, shapes, body.get("checksums"), body.get("nums_changed"))
+        specs, group = _specs_of(body), text_field(body, "group_name", DEFAULT_GROUP)
         await _run(
             lambda: self._updates.load_bucket(
-                body.get("group_name", DEFAULT_GROUP),
+                group,
                 specs,
                 flattened=load_format == FLATTENED,
                 checked=body.get("checksums") is not None,
@@ -129,7 +140,7 @@ class WeightRoutes:
 
     async def from_disk(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        directory = Path(need(body, "model_path")[0])
+        directory = Path(text_field(body, "model_path"))
         num_paused = await _run(lambda: self._updates.load_directory(directory, **_manner(body)))
         return outcome(True, f"Loaded {directory}.", num_paused_requests=num_paused)
 
@@ -164,7 +175,9 @@ class ParameterRoutes:
 
     async def first_values(self, request: web.Request) -> web.Response:
         body = {**request.query, **await read_body(request)}
-        name, num = need(body, "name")[0], int(body.get("truncate_size", 100))
+        if isinstance(size := body.get("truncate_size"), str):  # of a query
+            body["truncate_size"] = int(size) if DIGITS.fullmatch(size) else size
+        name, num = text_field(body, "name"), number_field(body, "truncate_size", 0, default=100)
         return web.json_response(await _run(lambda: self._updates.first_values(name, num)))
 
 
@@ -176,6 +189,25 @@ def _manner(body: Mapping[str, Any]) -> dict[str, Any]:
         "flush_cache": bool(body.get("flush_cache", True)),
         "abort_all": bool(body.get("abort_all_requests", False)),
     }
+
+
+def _specs_of(body: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Of a request. Raises DataError for fields of other types, WeightUpdateError as ``specs_from``."""
+    texts = {name: list_field(body, name, lambda one: isinstance(one, str), "texts") for name in ("names", "dtypes")}
+    shapes = list_field(body, "shapes", _is_shape, "shapes")
+    numbers: dict[str, list[Any] | None] = {
+        name: None if body.get(name) is None else list_field(body, name, fits, "integers")
+        for name, fits in (("checksums", _is_size), ("nums_changed", lambda one: one is None or _is_size(one)))
+    }
+    return specs_from(texts["names"], texts["dtypes"], shapes, numbers["checksums"], numbers["nums_changed"])
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_size, value))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value <= LARGEST
 
 
 def specs_from(

@@ -28,9 +28,9 @@ from areal_hpc.generation.served.exchange import (
     EVENTS,
     errors_as_answers,
     guard,
-    need,
     read_body,
     refusal,
+    text_field,
 )
 from areal_hpc.generation.served.request import GenerateRequest, SamplingParams, parse_generate
 from areal_hpc.generation.served.weight_routes import WeightRoutes
@@ -118,7 +118,7 @@ class EngineRoutes:
 
     async def abort(self, request: web.Request) -> web.Response:
         body = await read_body(request)
-        await self._engine.abort(None if body.get("abort_all") else need(body, "rid")[0])
+        await self._engine.abort(None if body.get("abort_all") else text_field(body, "rid"))
         return web.Response()
 
     async def flush_cache(self, _: web.Request) -> web.Response:

@@ -74,7 +74,7 @@ async def _embedded(process: RoleProcess) -> AsyncIterator[ServedEngine]:
     url, server = await start_server(engine, host=process.host, token=token)
 
     async def death() -> ArealError:
-        return GenerationError(f"the engine of {process.name} has ended; see the log above")
+        return GenerationError(f"the engine of {process.name} has ended: {engine.scheduler.failure}; see the log above")
 
     try:
         yield ServedEngine(
