@@ -133,6 +133,14 @@ def test_the_environment_keeps_devices_and_loses_what_is_another_pythons() -> No
     assert not made.keys() & lost.keys()
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [({}, "-2"), ({"NCCL_CUMEM_ENABLE": "0"}, "0")])
+def test_ranks_of_a_weight_group_get_their_memory_in_one_way(ours: dict[str, str], theirs: str) -> None:
+    """NCCL's default is -2, by its cudawrap.cc. SGLang sets 0, except where the variable is set: by its own source."""
+    made = server_environment(ours, CUDA, Path("/t"))
+    assert made["NCCL_CUMEM_ENABLE"] == theirs
+    assert "NCCL_CUMEM_ENABLE" not in server_environment({}, CPU, Path("/t"))
+
+
 def test_the_cpu_platform_is_for_those_who_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugin.SELECTED_BY, raising=False)
     assert plugin.activate() is None
