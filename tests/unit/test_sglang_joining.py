@@ -173,7 +173,11 @@ def test_a_group_is_left_while_a_member_hangs_in_it(store: Any, monkeypatch: pyt
     engine, address = Scheduler(0, Joining(limit_s=LIMIT_S)), replace(address_of(store, "w-1-6"), world_size=1)
     assert until(lambda: engine.join(address, rank_offset=0)).success
     group, aborted = engine.groups[address.name], list[Any]()
-    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda self: aborted.append(self))
+
+    def abort(self: Any) -> None:
+        aborted.append(self)
+
+    monkeypatch.setattr(dist.ProcessGroup, "abort", abort)
     assert engine.leave(address.name).success
     assert (aborted, engine.groups, limit_of(group)) == ([group], {}, None)
     assert engine.leave(address.name) == THEIRS, "a second time it is none that it knows"
