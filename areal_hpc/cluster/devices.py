@@ -38,7 +38,8 @@ def engine_devices(config: Config, num_devices: int) -> list[tuple[int, ...]]:
     """The devices of each engine on a machine that the whole run has to itself.
 
     Trainers take theirs from the first on, so engines take theirs from the last on. Where there are too few, engines
-    share them with trainers, and then with each other: how much memory an engine may take is ``server_args``' affair.
+    share them with trainers, and then with each other: how much memory an engine may take is ``server_args``' affair,
+    and new weights must come by disk (``require_devices_of_their_own``).
 
     Raises:
         ConfigError: the machine has fewer devices than one engine needs.
@@ -51,3 +52,25 @@ def engine_devices(config: Config, num_devices: int) -> list[tuple[int, ...]]:
         )
     firsts = [num_devices - ranks * (1 + index % (num_devices // ranks)) for index in range(config.generation.replicas)]
     return [tuple(range(first, first + ranks)) for first in firsts]
+
+
+def require_devices_of_their_own(engines: Sequence[Sequence[int]]) -> None:
+    """Refuse a weight group two of whose members would be on one device: NCCL and HCCL take one from each.
+
+    Args:
+        engines: devices of each engine of this machine. On the first of all is the trainer's rank 0, which sends.
+
+    Raises:
+        ConfigError: names the two.
+    """
+    taken = {0: "trainer-0"}
+    for index, devices in enumerate(engines):
+        for device in devices:
+            if device in taken:
+                raise ConfigError(
+                    f"weights.transport=broadcast: {taken[device]} and generator-{index} would share device {device} "
+                    "of this machine, and a collective takes one member from each; set weights.transport=disk (and "
+                    "generation.server_args to how much of the memory an engine may take), or lower "
+                    "generation.replicas or generation.tensor_parallel"
+                )
+            taken[device] = f"generator-{index}"

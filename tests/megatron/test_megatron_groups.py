@@ -6,6 +6,7 @@ group and layer is really made, and nothing is computed.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from areal_hpc.config.checks import check_trainer_ranks, check_virtual_pipeline
 from areal_hpc.config.schema import ParallelConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
 from areal_hpc.pretrained.architecture import Architecture
+from areal_hpc.training.megatron import model
 from areal_hpc.training.megatron.model import build
 from areal_hpc.training.megatron.names import EMBEDDING, HEAD, cut, first_layer, weight_of
 from areal_hpc.training.megatron.parallel import Place, enter_groups
@@ -137,3 +139,26 @@ def any_layout(ranks: Ranks, alone: ParallelConfig, models: dict[str, Path]) -> 
 def test_what_is_accepted_is_made_and_what_is_refused_could_not_be(run: Run, models: dict[str, Path]) -> None:
     (found,) = run("tp1", any_layout, models)
     assert all(found[what] for what in ("made qwen3", "made qwen3_moe", "number of ranks", "model", "device")), found
+
+
+def on_a_device(ranks: Ranks, alone: ParallelConfig, models: dict[str, Path]) -> list[str]:
+    """What of a mixture of experts is elsewhere when it is built: it is frozen, and sent around, before it computes."""
+    trainer = TrainerConfig(total_steps=1, parallel=alone)
+    architecture = check_model(models["qwen3_moe"], alone)
+    with one_of(1, 0) as me:
+        enter_groups(me, alone)
+        theirs = sys.modules["megatron.core.tensor_parallel.layers"].torch
+        device = torch.device("meta")
+        with (
+            mock.patch.object(theirs.cuda, "current_device", lambda: device),  # what Megatron asks, and what we do
+            mock.patch.object(model, "_device", lambda: device.type),
+        ):
+            chunks = build(architecture, trainer, torch.bfloat16)
+    tensors = [*chunks[0].named_parameters(), *chunks[0].named_buffers()]
+    assert len(tensors) > 10
+    return [name for name, tensor in tensors if tensor.device != device]
+
+
+def test_all_of_a_model_is_on_the_device_before_it_computes(run: Run, models: dict[str, Path]) -> None:
+    """Of a frozen mixture the routers were not, and NCCL moves nothing that lies in host memory."""
+    assert run("tp1", on_a_device, models) == [[]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,34 @@ def test_an_engine_that_is_larger_than_the_machine_is_refused() -> None:
     config = config_of("generation.tensor_parallel=2", "generation.pipeline_parallel=2")
     with pytest.raises(ConfigError, match=r"an engine needs 4 devices, and this machine has 3; lower it"):
         engine_devices(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "more", "shared"),
+    [
+        (1, (), "trainer-0 and generator-0 would share device 0"),
+        (2, ("generation.tensor_parallel=2",), "trainer-0 and generator-0 would share device 0"),
+        (2, ("generation.replicas=2",), "trainer-0 and generator-1 would share device 0"),
+        (
+            5,
+            ("generation.replicas=3", "generation.tensor_parallel=2"),
+            "generator-0 and generator-2 would share device 3",
+        ),
+        (1, ("weights.transport=disk",), None),
+        (2, (), None),
+        (8, ("trainer.ranks=8",), None),  # only the trainer's first rank is a member of the weight group
+    ],
+)
+def test_weights_are_not_broadcast_to_a_device_that_has_two_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int, more: tuple[str, ...], shared: str | None
+) -> None:
+    """NCCL ends the first broadcast with "Duplicate GPU detected": ncclInvalidUsage, as its init.cc has it."""
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
+    config = config_of(*more)
+    with nullcontext() if shared is None else pytest.raises(ConfigError, match=shared):
+        make_launcher(config, RunDir(tmp_path), 1, {"trainer": 1, "generator": config.generation.replicas})
+    make_launcher(config, RunDir(tmp_path), 1, {"evaluator": 1, "generator": config.generation.replicas})
 
 
 def started_with(launcher: Any, monkeypatch: pytest.MonkeyPatch, role: str, index: int) -> dict[str, str]:

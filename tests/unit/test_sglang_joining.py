@@ -37,11 +37,13 @@ class Scheduler:
     others: list[bool] = field(default_factory=list)
     """Votes of the engine's other ranks, one after the other; afterwards they say yes."""
 
-    def join(self, address: GroupAddress, rank_offset: int = 1) -> Any:
+    def updater(self) -> Any:
         runner = SimpleNamespace(tp_rank=self.tp_rank, _model_update_group=self.groups)
-        updater = SimpleNamespace(
+        return SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=runner)), tp_cpu_group=self.others
         )
+
+    def join(self, address: GroupAddress, rank_offset: int = 1) -> Any:
         request = SimpleNamespace(
             master_address=address.host,
             master_port=address.port,
@@ -50,17 +52,17 @@ class Scheduler:
             backend=address.backend,
             rank_offset=rank_offset,
         )
-        return self.joining.join(lambda *_: pytest.fail("SGLang's own way in"), updater, request)
+        return self.joining.join(lambda *_: pytest.fail("SGLang's own way in"), self.updater(), request)
 
-    def leave(self, name: str) -> str:
-        told: str = self.joining.leave(lambda *_: THEIRS, None, SimpleNamespace(group_name=name))
-        return told
+    def leave(self, name: str) -> Any:
+        return self.joining.leave(lambda *_: THEIRS, self.updater(), SimpleNamespace(group_name=name))
 
 
 @pytest.fixture(autouse=True)
 def structs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("sglang.srt.managers.io_struct")
-    vars(module)["InitWeightsUpdateGroupReqOutput"] = SimpleNamespace
+    for name in ("InitWeightsUpdateGroupReqOutput", "DestroyWeightsUpdateGroupReqOutput"):
+        vars(module)[name] = SimpleNamespace
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -163,6 +165,22 @@ def test_a_group_that_is_left_while_it_forms_has_no_member_here_once_it_has(
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert (engine.groups, engine.joining.entering) == ({}, {})
+
+
+def test_a_group_is_left_while_a_member_hangs_in_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's way to destroy one waits for its operations, and holds the lock that would end them; to abort does not."""
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: pytest.fail("it waits for who hangs"))
+    engine, address = Scheduler(0, Joining(limit_s=LIMIT_S)), replace(address_of(store, "w-1-6"), world_size=1)
+    assert until(lambda: engine.join(address, rank_offset=0)).success
+    group, aborted = engine.groups[address.name], list[Any]()
+
+    def abort(self: Any) -> None:
+        aborted.append(self)
+
+    monkeypatch.setattr(dist.ProcessGroup, "abort", abort)
+    assert engine.leave(address.name).success
+    assert (aborted, engine.groups, limit_of(group)) == ([group], {}, None)
+    assert engine.leave(address.name) == THEIRS, "a second time it is none that it knows"
 
 
 @pytest.mark.parametrize("all_enter", [True, False])

@@ -133,6 +133,14 @@ def test_the_environment_keeps_devices_and_loses_what_is_another_pythons() -> No
     assert not made.keys() & lost.keys()
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [({}, "-2"), ({"NCCL_CUMEM_ENABLE": "0"}, "0")])
+def test_ranks_of_a_weight_group_get_their_memory_in_one_way(ours: dict[str, str], theirs: str) -> None:
+    """NCCL's default is -2, by its cudawrap.cc. SGLang sets 0, except where the variable is set: by its own source."""
+    made = server_environment(ours, CUDA, Path("/t"))
+    assert made["NCCL_CUMEM_ENABLE"] == theirs
+    assert "NCCL_CUMEM_ENABLE" not in server_environment({}, CPU, Path("/t"))
+
+
 def test_the_cpu_platform_is_for_those_who_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugin.SELECTED_BY, raising=False)
     assert plugin.activate() is None
@@ -490,6 +498,40 @@ def test_an_environment_that_cannot_serve_is_refused_at_once(
         wiring.check_server(config)
         return
     with pytest.raises(ConfigError, match=rf"generation\.python: .*{complaint}(.|\n)*examples/sglang_environment"):
+        wiring.check_server(config)
+
+
+def brings_nccl(place: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This environment gets the package of that name."""
+    about = place / f"nvidia_nccl_cu13-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(place))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "more", "refused"),
+    [
+        ("echo NCCL 2.28.9", [], True),
+        ("echo NCCL 2.28.9", ["weights.transport=disk"], False),
+        ("echo NCCL 2.29.7", [], False),
+        ("true", [], False),
+    ],
+)
+def test_engines_whose_nccl_would_refuse_the_trainers_are_refused_before_they_have_loaded_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str, more: list[str], refused: bool
+) -> None:
+    """NCCL's own init.cc: "Mismatched NCCL version detected", and ncclInvalidUsage."""
+    brings_nccl(tmp_path, "2.29.7", monkeypatch)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho 0.5.21 True True\n{theirs}\n")
+    python.chmod(0o700)
+    words = ["cluster.shape=local", "generation.backend=sglang", f"generation.python={python}"]
+    config = load([QUICKSTART], [*words, *more])
+    if not refused:
+        wiring.check_server(config)
+        return
+    with pytest.raises(ConfigError, match=r"has NCCL 2\.28\.9, and the trainer's .* has 2\.29\.7; .*transport=disk"):
         wiring.check_server(config)
 
 

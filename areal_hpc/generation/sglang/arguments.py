@@ -15,6 +15,10 @@ from areal_hpc.generation.sglang.plugin import ORDER, PLATFORM, SELECTED_BY
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 ORDERED = ("fcfs", "lof")
 """Its policies that go by requests' priorities first."""
+MEMORY_OF_NCCL = {"NCCL_CUMEM_ENABLE": "-2"}
+"""How NCCL gets the memory that its ranks show each other: as it thinks best, which is what the trainer's does. SGLang
+has it otherwise unless it is told, and ranks of one node that differ cannot meet in a weight group: NCCL compares
+nothing, and one opens what the other cannot have meant. What the environment says holds for both."""
 SPARE_TOKENS = 8
 """By how much SGLang's own context length exceeds ours: it keeps the last few positions for itself."""
 
@@ -69,7 +73,8 @@ def server_environment(
             processors each of them has; it binds none to them on this platform.
     """
     unbound = {BINDING: "|".join(["0"] * ranks)} if accelerator is CPU and ranks > 1 else {}
-    environment = {**unbound, **own_environment(inherited, (SELECTED_BY,))} | {
+    chosen = unbound if accelerator is CPU else MEMORY_OF_NCCL
+    environment = {**chosen, **own_environment(inherited, (SELECTED_BY,))} | {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health must answer while generation is paused
         "TMPDIR": str(temporary),
     }

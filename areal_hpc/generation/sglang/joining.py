@@ -7,10 +7,14 @@ not come. Here a thread of each scheduler enters:
     init_weights_update_group   asks                           a thread begins to enter; "it is forming"
                                 asks again, and again          "it is forming", until all ranks have come to an end
                                 tells what came of it          all ranks have the group, or the first says why not
-    destroy_weights_...                                        forgets one that is forming: who enters it leaves it
+    destroy_weights_...                                        forgets one that is forming: who enters it leaves it;
+                                                               drops one that has formed, and waits for nobody
 
 The first rank alone is heard, so they vote. A group that did not form has no members left here, and its name can be
 forgotten.
+
+SGLang would destroy a group in order, which waits for its operations: with NCCL, where a member has died in the middle
+of one, for ever, and with the lock that the end of the operation's own limit needs.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from areal_hpc.collective import leave_group
 from areal_hpc.generation.served.entering import entering, leave
 from areal_hpc.generation.served.session import not_formed
 from areal_hpc.generation.sglang.votes import all_agree
@@ -78,11 +83,17 @@ class Joining:
         return Output(success=not failed, message=failed or f"Joined group {address.name}.")
 
     def leave(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        """Also a group that is forming; a group that has formed is SGLang's own affair."""
+        """A group that has formed, or one that is forming; one of which nothing is known here is SGLang's affair."""
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqOutput as Output
+
         for address in [address for address in self.entering if address.name == request.group_name]:
             leave(self.entering.pop(address))
             self.outcomes[address] = f"group {address.name!r} was left before it had formed"
-        return original(updater, request)
+        group = updater.tp_worker.model_runner.weight_updater._model_update_group.pop(request.group_name, None)
+        if group is None:
+            return original(updater, request)
+        leave_group(group)
+        return Output(success=True, message=f"Left group {request.group_name}.")
 
     def _end(self, entered: Future[ProcessGroup], address: GroupAddress, updater: Any) -> str:
         """Keep the group if all ranks are in it, else leave it; why not all are, as far as is known here."""

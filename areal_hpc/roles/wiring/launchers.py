@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from areal_hpc import accelerator
 from areal_hpc.cluster.components import components_of, divide, seats
 from areal_hpc.cluster.containers import python_on_nodes
-from areal_hpc.cluster.devices import engine_devices, visible_devices
+from areal_hpc.cluster.devices import engine_devices, require_devices_of_their_own, visible_devices
 from areal_hpc.cluster.environment import allocation
 from areal_hpc.cluster.local import Key, LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.cluster.steps import step_commands
 from areal_hpc.config.cluster import Shape
-from areal_hpc.config.schema import Config, EngineName
+from areal_hpc.config.schema import Config, EngineName, TransportName
 from areal_hpc.fs import publish_json
 from areal_hpc.run_dir import RunDir
 
@@ -29,7 +29,7 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
 
     Raises:
         ConfigError: the shape needs a Slurm job, and this is none or has other nodes; or this machine has fewer devices
-            than an engine needs.
+            than an engine needs, or than new weights need to be broadcast.
         AttemptFailed: a node of the job does not answer.
     """
     if config.cluster.shape is Shape.LOCAL:
@@ -53,6 +53,8 @@ def _bound_engines(config: Config, roles: Mapping[str, int]) -> dict[Key, Mappin
     if not roles.get("generator") or not (num_devices := devices_here(config)):
         return {}
     devices = engine_devices(config, num_devices)
+    if roles.get("trainer") and config.weights.transport is TransportName.BROADCAST:
+        require_devices_of_their_own(devices)
     return {("generator", index): visible_devices(one, os.environ) for index, one in enumerate(devices)}
 
 

@@ -19,6 +19,7 @@ from areal_hpc.errors import ConfigError
 from areal_hpc.roles.launches import Launch
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.engines import token_of
+from areal_hpc.roles.wiring.same_nccl import TELLS_NCCL, check_same_nccl, told_nccl
 
 if TYPE_CHECKING:
     from areal_hpc.generation.external.process import ServerProcess
@@ -145,14 +146,14 @@ def check_server(config: Config) -> None:
     """See to it that the engine's server, if it has one of its own, can be started, before a run exists.
 
     Raises:
-        ConfigError: generation.python does not run, has no such engine or one that is too old, or lacks our package
-            where the engine needs it.
+        ConfigError: generation.python does not run, has no such engine or one that is too old, lacks our package where
+            the engine needs it, or has another NCCL than the trainer where they are to be in one group.
     """
     kind = KINDS.get(config.generation.backend)
     if kind is None:
         return
     interpreter = _interpreter(config)
-    version, *ours = _found(kind, interpreter)
+    version, nccl, *ours = _found(kind, interpreter)
     lacks = []
     if config.generation.backend is EngineName.VLLM:
         lacks = [] if ours[0] else ["serve here"]
@@ -175,13 +176,19 @@ def check_server(config: Config) -> None:
             f"generation.python: {kind.name} {version} of {interpreter} cannot {' or '.join(lacks)} without this "
             f"package and google-crc32c beside it; {kind.how_to_install}"
         )
+    check_same_nccl(config, interpreter, nccl)
 
 
 def _found(kind: _Kind, interpreter: str) -> tuple[Any, ...]:
-    """The engine's version in that environment, and whether what is ours is there, for each thing that needs it."""
+    """The versions of the engine and of NCCL in that environment, and whether what is ours is there, for each thing
+    that needs it."""
     try:
         found = subprocess.run(  # noqa: S603  the interpreter that the person named
-            [interpreter, "-c", kind.finds], capture_output=True, text=True, timeout=FIND_LIMIT_S, check=False
+            [interpreter, "-c", kind.finds + TELLS_NCCL],
+            capture_output=True,
+            text=True,
+            timeout=FIND_LIMIT_S,
+            check=False,
         )
     except OSError as error:
         raise ConfigError(f"generation.python: {interpreter} cannot be run: {error}; {kind.how_to_install}") from error
@@ -193,5 +200,5 @@ def _found(kind: _Kind, interpreter: str) -> tuple[Any, ...]:
     if found.returncode != 0:
         last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"generation.python: {interpreter} has no {kind.name} ({last}); {kind.how_to_install}")
-    version, *ours = found.stdout.split()
-    return version, *(one == "True" for one in ours)
+    version, *ours = found.stdout.partition("NCCL")[0].split()
+    return version, told_nccl(found.stdout), *(one == "True" for one in ours)

@@ -159,6 +159,8 @@ def _build_chunk(
     if architecture.experts is None:
         for layer in model.decoder.layers:
             layer.mlp.forward = partial(_feed_forward, layer.mlp)
+    # A router's weight is in host memory until it first computes, and a frozen one may have to travel before that.
+    model.to(_device())
     _mark_split_weights(model)
     return model
 
