@@ -41,9 +41,15 @@ def need(body: Mapping[str, Any], *names: str) -> list[Any]:
     return [body[name] for name in names]
 
 
+def _value(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    if body.get(name) is None and default is not None:
+        return default
+    return need(body, name)[0]
+
+
 def text_field(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     """A text that other programs can be told. Raises DataError where it is none, or is absent and has no default."""
-    [value] = need(body, name) if default is None else [default if body.get(name) is None else body[name]]
+    value = _value(body, name, default)
     if not isinstance(value, str) or "\0" in value:
         raise DataError(f"{name} must be a text")
     try:
@@ -57,7 +63,7 @@ def number_field(
     body: Mapping[str, Any], name: str, least: int, most: int = LARGEST, default: int | None = None
 ) -> int:
     """An integer in [least, most]. Raises DataError where it is none, or is absent and has no default."""
-    [value] = need(body, name) if default is None else [default if body.get(name) is None else body[name]]
+    value = _value(body, name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise DataError(f"{name} must be an integer in [{least}, {most}]")
     return value

@@ -12,14 +12,7 @@ from aiohttp import web
 
 from areal_hpc.buckets import dtype_named
 from areal_hpc.errors import WeightUpdateError
-from areal_hpc.generation.served.exchange import (
-    list_field,
-    need,
-    number_field,
-    outcome,
-    read_body,
-    text_field,
-)
+from areal_hpc.generation.served.exchange import list_field, need, number_field, outcome, read_body, text_field
 from areal_hpc.generation.served.request import LARGEST
 from areal_hpc.transfer import GroupAddress, TensorSpec
 
