@@ -34,7 +34,7 @@ WORDS = (
 OF_THE_CLOCK = ("seconds", "ring_", "train_tokens_per_s")
 """What a step's record says of this start of the run, not of what was learned."""
 OTHER_SHAPES = (
-    ("generation.replicas=2", "rollout.concurrency=1"),
+    ("generation.replicas=2", "rollout.concurrency=1", "buffer.max_mb=0.05"),
     ("generation.replicas=1", "rollout.concurrency=8", "weights.transport=disk"),
     ("generation.replicas=2", "rollout.concurrency=3", "weights.bucket_mb=0.01"),
 )
