@@ -261,11 +261,12 @@ def check_time_limits(config: Config) -> Iterator[str]:
             f"limits.stall_s: {limits.stall_s:g} s ends a stalled attempt before limits.quiet_s {limits.quiet_s:g} s "
             "has let it be named; raise it, or lower limits.quiet_s"
         )
-    if 0 < limits.engine_s < limits.quiet_s:
-        yield (
-            f"limits.engine_s: {limits.engine_s:g} s replaces a hung engine before limits.quiet_s {limits.quiet_s:g} s "
-            "has let it be named; raise it, or set it to 0"
-        )
+    for name, whom in (("engine_s", "engine"), ("worker_s", "worker")):
+        if 0 < (limit_s := getattr(limits, name)) < limits.quiet_s:
+            yield (
+                f"limits.{name}: {limit_s:g} s replaces a hung {whom} before limits.quiet_s {limits.quiet_s:g} s has "
+                "let it be named; raise it, or set it to 0"
+            )
 
 
 def check_evaluation(config: Config) -> Iterator[str]:

@@ -69,6 +69,8 @@ class LimitsConfig:
     """Silence of a process, or of all that its work depends on, after which the watchdog says who waits for whom."""
     engine_s: float = 120.0
     """The same of one engine, that somebody waits for, after which it alone is killed and replaced; 0 never does."""
+    worker_s: float = 120.0
+    """The same of one rollout worker that is silent or hangs in a file call, and no trainer does; 0 never does."""
     stall_s: float = 600.0
     """Silence as of `quiet_s` after which the watchdog ends the attempt, with exit code 70."""
     stop_s: float = 10.0

@@ -124,6 +124,7 @@ RANGES: Final[Mapping[str, str]] = {
     "limits.checkpoint_s": "(0, inf)",
     "limits.quiet_s": "[1, inf)",
     "limits.engine_s": "[0, inf)",
+    "limits.worker_s": "[0, inf)",
     "limits.stall_s": "[1, inf)",
     "limits.stop_s": "(2, inf)",
     "cluster.satellites": "[1, inf)",

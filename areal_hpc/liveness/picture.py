@@ -3,6 +3,7 @@
     Seen, one a process            its open waits, what it has achieved and when, whether it is still heard of
     explain(seen, quiet_s)         a chain of sentences, its end (the root), and who is stuck
     hung_engines(seen, quiet_s)    the engines that keep others waiting by themselves
+    hung_workers(seen, quiet_s)    the rollout workers that are silent or hang, though no trainer does
 
 A process *gets on* if it is heard of and has achieved something lately, or is within the time limit of a wait that is
 not for another process (a reward, loading a model). So does whoever waits for one that gets on, since any party of a
@@ -22,7 +23,7 @@ from areal_hpc.waits import ANYBODY, FILE_SYSTEM, LEADER, Achieved, Wait
 
 NEEDED = ("trainer-", "evaluator-")
 """Whom a run needs to come to its end; the others serve them, and may be idle."""
-ENGINE = "generator-"
+ENGINE, WORKER, TRAINER = "generator-", "rollout-", "trainer-"
 BRIEF_S = 1.0
 """What a file or a reward may take before it is worth a word."""
 NUM_NAMED = 4
@@ -90,6 +91,19 @@ def hung_engines(seen: Sequence[Seen], quiet_s: float) -> dict[str, str]:
     }
 
 
+def hung_workers(seen: Sequence[Seen], quiet_s: float) -> dict[str, str]:
+    """Rollout workers without a sign of life, or in a file call without an end; each with a sentence.
+
+    None where that is so of a trainer, too: then it is the file system that does not answer, and who takes their place
+    would hang as they do.
+    """
+    picture = _Picture(seen, quiet_s)
+    lost = {name: picture.describe(name) for name in sorted(picture.stuck) if picture.is_lost(name)}
+    if any(name.startswith(TRAINER) for name in lost):
+        return {}
+    return {name: how for name, how in lost.items() if name.startswith(WORKER)}
+
+
 class _Picture:
     """Answers about all processes at one moment."""
 
@@ -121,8 +135,7 @@ class _Picture:
         return self.processes[name].ended or bool(self.processes[name].absent)
 
     def is_needed(self, name: str) -> bool:
-        one = self.processes[name]
-        return not one.ended and (bool(one.absent) or self._hang_of(name) is not None or name.startswith(NEEDED))
+        return self.is_lost(name) or (not self.processes[name].ended and name.startswith(NEEDED))
 
     def _outside(self, name: str) -> Iterator[Wait]:
         """The waits of a process for something that is no process of the run."""
@@ -135,10 +148,15 @@ class _Picture:
             for wait in self.processes[name].waits:
                 yield from ((wait, party) for party in wait.parties if party in self.processes)
 
+    def is_lost(self, name: str) -> bool:
+        """Whether a process is absent or hangs."""
+        one = self.processes[name]
+        return not one.ended and (bool(one.absent) or self._hang_of(name) is not None)
+
     def keeps_waiting(self, name: str) -> bool:
         """Whether a process is absent or hangs; or waits for no other, while others have long waited for it and nobody
         else."""
-        if self.processes[name].absent or self._hang_of(name) is not None:
+        if self.is_lost(name):
             return True
         waits = (wait for other in self.processes for wait, _ in self.edges(other))
         is_waited_for = any(wait.parties == (name,) and wait.seconds >= self._quiet_s for wait in waits)

@@ -5,6 +5,7 @@
         quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
         engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again;
                         of one that has joined, which is nobody's to kill here, the seat is given up (``attendance``)
+        worker_s        the same of a rollout worker; one that even SIGKILL does not end stays stuck, up to stall_s
         stall_s         Stalled: the launcher ends the attempt, with exit code 70
 
 Two things are trouble: a process without a sign of life or in a file call without an end, whoever waits for it; and a
@@ -29,7 +30,7 @@ from areal_hpc.liveness import stacks
 from areal_hpc.liveness.attendance import Attendance
 from areal_hpc.liveness.heartbeat import read_heartbeat
 from areal_hpc.liveness.observer import Observer
-from areal_hpc.liveness.picture import Explanation, Seen, explain, hung_engines
+from areal_hpc.liveness.picture import Explanation, Seen, explain, hung_engines, hung_workers
 from areal_hpc.run_dir import AttemptDir
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Watchdog:
         self._next_look = clock()
         self._since: float | None = None  # when the trouble began
         self._named, self._told = "", -math.inf
-        self._hung: dict[str, float] = {}  # engine -> since when
+        self._hung: dict[str, float] = {}  # engine or worker -> since when
         self._attendance = Attendance(attempt, limits, clock)
 
     def look(self, running: Mapping[tuple[str, int], stacks.Process]) -> None:
@@ -67,7 +68,7 @@ class Watchdog:
         processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
         self._attendance.look(seen)
-        self._end_hung_engines(seen, processes)
+        self._end_hung(seen, processes)
         explanation = explain(seen, self._half_s)
         if explanation.trouble:
             self._since = now if self._since is None else self._since
@@ -82,13 +83,16 @@ class Watchdog:
             log.warning("the run gets on again")
         self._since, self._named = None, ""
 
-    def _end_hung_engines(self, seen: Sequence[Seen], processes: Mapping[str, stacks.Process]) -> None:
-        now, limit_s = self._clock(), self._limits.engine_s
-        hung = hung_engines(seen, self._half_s) if limit_s else {}
-        self._hung = {name: self._hung.get(name, now) for name in hung}
-        for name, sentence in hung.items():
+    def _end_hung(self, seen: Sequence[Seen], processes: Mapping[str, stacks.Process]) -> None:
+        """Kill the engines and workers that hang for too long: who has died is replaced, whatever it died of."""
+        now, limits = self._clock(), self._limits
+        engines = hung_engines(seen, self._half_s) if limits.engine_s else {}
+        workers = hung_workers(seen, self._half_s) if limits.worker_s else {}
+        self._hung = {name: self._hung.get(name, now) for name in (*engines, *workers)}
+        for name, sentence in (engines | workers).items():
+            key, limit_s = ("engine_s", limits.engine_s) if name in engines else ("worker_s", limits.worker_s)
             if now - self._hung[name] + self._half_s >= limit_s and self._beat_of(name, processes[name]):
-                log.warning("%s: longer than limits.engine_s = %g s, so it is killed and replaced", sentence, limit_s)
+                log.warning("%s: longer than limits.%s = %g s, so it is killed and replaced", sentence, key, limit_s)
                 processes[name].send_signal(signal.SIGKILL)
                 del self._hung[name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import time
 import urllib.parse
@@ -154,6 +155,32 @@ def test_fault_41_an_engine_that_hangs_is_replaced_alone(model: Path, tmp_path: 
         assert started.left_over() == []
     assert "generator-0 has given no sign of life for" in started.text
     assert "longer than limits.engine_s = 3 s, so it is killed and replaced" in started.text
+    assert started.run.newest_attempt() == started.run.attempt(1), "nobody else had to begin anew"
+    check_exactly_once(started.run)
+
+
+@pytest.mark.long
+def test_fault_24_rollout_workers_that_hang_are_replaced_and_their_prompts_run_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is stopped, the other's file calls have no end while its heart beats."""
+    monkeypatch.setenv("HANG_ON_REQUEST", "yes")
+    limits = ("limits.quiet_s=2", "limits.worker_s=4", "limits.stall_s=60", "checkpoint.every_steps=2")
+    with launched(tmp_path, model, *ENDLESS, *limits, "rollout.workers=2") as started:
+        started.wait_for_step(2)
+        started.hangs("rollout-0").write_text("heartbeat")
+        started.roles()["rollout-1"].suspend()
+        for name in ("rollout-0", "rollout-1"):
+            killed = rf"{name} .*longer than limits\.worker_s = 4 s, so it is killed and replaced"
+            until(f"{name} to be killed", lambda killed=killed: re.search(killed, started.text))
+        started.hangs("rollout-0").unlink()
+        until("both to be replaced", lambda: restarts(started) == {"rollout-0": 1, "rollout-1": 1})
+        started.wait_for_step(newest_step(started) + 4)
+        started.process.send_signal(signal.SIGTERM)
+        assert started.wait() == 75, started.text
+        assert started.left_over() == []
+    assert "rollout-0 waits for the file system: " in started.text
+    assert "rollout-1 has given no sign of life for" in started.text
     assert started.run.newest_attempt() == started.run.attempt(1), "nobody else had to begin anew"
     check_exactly_once(started.run)
 

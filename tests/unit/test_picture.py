@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.liveness.picture import Seen, explain, hung_engines
+from areal_hpc.liveness.picture import Seen, explain, hung_engines, hung_workers
 from areal_hpc.waits import ANYBODY, FILE_SYSTEM, REWARD_PROCESS, Achieved, Wait
 
 QUIET_S = 25.0
@@ -138,6 +138,18 @@ def test_fault_24_who_hangs_in_a_file_call_is_trouble_whatever_else_it_waits_for
     assert f"{victim.name} waits for the file system: reading ring/CONTROL.json (40 s)" in told.chain[-1]
     engines = hung_engines([*others, victim], QUIET_S)
     assert engines.keys() == ({victim.name} if victim.name.startswith("generator") else set())
+    workers = hung_workers([*others, victim], QUIET_S)
+    assert workers.keys() == ({victim.name} if victim.name.startswith("rollout") else set())
+
+
+def test_fault_24_workers_that_hang_together_with_a_trainer_are_no_matter_of_theirs() -> None:
+    worker, silent = seen("rollout-0", TICKET, HUNG), seen("rollout-1", absent="has given no sign of life for 40 s")
+    assert hung_workers([BUSY, worker, silent], QUIET_S) == {
+        "rollout-0": "rollout-0 waits for the file system: reading ring/CONTROL.json (40 s); achieved: nothing yet",
+        "rollout-1": "rollout-1 has given no sign of life for 40 s",
+    }
+    assert hung_workers([seen("trainer-1", BATCH, HUNG), worker, silent], QUIET_S) == {}
+    assert hung_workers([BUSY, seen("rollout-0", TICKET), seen("rollout-1", HUNG, ended=True)], QUIET_S) == {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from areal_hpc.fs import read_if_listed
 from areal_hpc.liveness import seats, stacks
 from areal_hpc.liveness.watchdog import Watchdog
 from areal_hpc.run_dir import AttemptDir, RunDir
-from areal_hpc.waits import ANYBODY
+from areal_hpc.waits import ANYBODY, FILE_SYSTEM
 
 LIMITS = LimitsConfig(quiet_s=24.0, engine_s=60.0, stall_s=100.0, start_s=300.0)
 BATCH: dict[str, Any] = {"what": "a batch", "parties": ["rollout-0"], "limit_s": 1800.0}
@@ -232,6 +232,29 @@ def test_an_engine_that_is_idle_or_held_or_slow_is_left_alone(
 
     world.until(LIMITS.stall_s - 1.0, beats)
     assert engine.signals == []
+
+
+@pytest.mark.parametrize("worker_s", [60.0, 0.0])
+def test_fault_24_a_worker_that_hangs_is_ended_and_one_that_does_not_end_by_it_ends_the_attempt(
+    world: World, caplog: pytest.LogCaptureFixture, worker_s: float
+) -> None:
+    """Its heart beats, and a file call of it has no end."""
+    world.watchdog = Watchdog(world.attempt, dataclasses.replace(LIMITS, worker_s=worker_s), clock=lambda: world.now)
+    worker = Engine(world.owner["pid"])  # takes signals, and nothing comes of them
+    world.running["rollout", 0] = worker
+    call = {"what": "reading ring/CONTROL.json", "parties": [FILE_SYSTEM], "limit_s": None}
+
+    def beats() -> None:
+        world.beat("trainer", BATCH, moved=0.0)
+        world.beat("rollout", call)
+
+    world.until(59.0, beats)
+    assert worker.signals == []
+    world.until(75.0, beats)
+    assert worker.signals == ([signal.SIGKILL] if worker_s else []), "once, and then it has as long again"
+    assert ("longer than limits.worker_s = 60 s, so it is killed and replaced" in caplog.text) == bool(worker_s)
+    with pytest.raises(Stalled, match=r"stuck for 100 s at rollout-0"):
+        world.until(200.0, beats)
 
 
 def test_an_engine_is_never_ended_where_that_is_switched_off(world: World, engine: Engine) -> None:
