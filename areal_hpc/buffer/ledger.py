@@ -240,9 +240,8 @@ class Ledger:
 
     def tickets(self) -> tuple[Counter[str], Counter[str]]:
         """For each chain those in flight, and those whose group is in the ring."""
-        return Counter(key.chain for key in self.in_flight), Counter(
-            key.chain for key in (*self.waiting, *self.claimed)
-        )
+        in_ring = Counter(key.chain for key in (*self.waiting, *self.claimed))
+        return Counter(key.chain for key in self.in_flight), in_ring
 
     def admitted(self, version: WeightVersion) -> Counter[int]:
         """In a fixed order, for each writer the positions that ``version`` lets begin and that have not."""

@@ -6,17 +6,17 @@
 
     held + tickets that may begin or are in flight, charged     <= max_mb
 
-What a group takes less than it was charged is given to others as soon as the trainer has seen it. A group that is
-larger than its charge (an agent's that branches, or with records of experts) is what all are charged from then on; by
-so much more than the charge, each, those in flight by then may be too large as well. Prompts that a writer drops cost
-their two small records before the trainer knows.
+What a group takes less than it was charged is given to others as soon as the trainer has seen it. Three things may
+come on top: what a group takes more (an agent's that branches, or with records of experts; all are charged as much from
+then on, but some are in flight); the two small records of each prompt that a writer drops, until the trainer knows; and
+what a worker of an earlier attempt still writes that has not ended.
 
 Segments go once a checkpoint and the one before it cover them, so what is kept of consumed groups is what lies between
 now and the last but one. ``is_crowded`` asks for a checkpoint before that becomes too much. Of what groups that are not
 consumed can leave, a third may be consumed since the last checkpoint was begun; another third lies between it and the
 one before; and the last until a checkpoint that is being written is durable. So nothing waits for room where a third
 holds a step: with s = max_staleness and B groups a step these are (s + 1) B groups that are not consumed, s B at most
-that are and lie behind one that is not, and 3 B. The writers' open segments are a sixteenth of all.
+that are and lie behind one that is not, and 3 B; and a fifteenth more for the writers' open segments.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class BufferConfig:
     """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
     max_mb: float | None = None
     """Most that the ring may hold on the disk, in MiB: above it workers wait, and a checkpoint is made early where the
-    ring can let go of more after it. Nothing waits with (2 * max_staleness + 5) * algorithm.groups_per_step groups of
+    ring can let go of more after it. Nothing waits with (2.2 * max_staleness + 5) * algorithm.groups_per_step groups of
     full length, each rollout.group_size * model.max_tokens * 13 bytes; with less than a step needs, the run ends and
     says how much. null is no limit: what waits is bounded by tickets, what is kept by `checkpoint.every_steps`."""
     commit_s: float = 0.2

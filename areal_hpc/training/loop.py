@@ -172,12 +172,11 @@ class TrainingLoop:
                 break
             if first == CATCH_UP:
                 self.catch_up(self.step, self.backend.weights)
-            elif first == SAVE:
-                self.save()
             else:
                 saving = self.clock()
                 self.save()
-                self.settle(True)
+                if first == MAKE_ROOM:
+                    self.settle(True)
                 since += self.clock() - saving  # for which no worker is to blame
         stop = self.ranks.any(self.stop_requested())
         self.seconds["wait"] = self.clock() - began
