@@ -154,7 +154,7 @@ def join_group(
     place = PrefixStore(address.name, store)
     if NONCE in address.name:
         _require_known(place, address)
-    with nullcontext() if vital else _errors_raised(device_for(address.backend)):
+    with nullcontext() if vital else _errors_raised(device_for(address.backend)), _no_part_of_the_default_group():
         group, _ = c10d._new_process_group_helper(
             address.world_size,
             rank,
@@ -183,6 +183,24 @@ def _errors_raised(row: Accelerator) -> Iterator[None]:
         yield
     finally:
         del os.environ[row.blocking_wait]
+
+
+@contextmanager
+def _no_part_of_the_default_group() -> Iterator[None]:
+    """Where that is bound to a device, as vLLM can be told to have it, torch makes NCCL's other groups by splitting it,
+    and a weight group has members that are not in it."""
+    from torch.distributed import distributed_c10d as c10d
+
+    default = c10d.GroupMember.WORLD
+    bound = None if default is None else default.bound_device_id
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup) -> None:

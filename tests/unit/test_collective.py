@@ -172,6 +172,21 @@ def test_a_group_that_outlives_its_members_raises_errors_and_only_while_it_is_ma
     assert variable not in os.environ
 
 
+def test_a_group_is_not_split_from_a_default_group_that_is_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other members have no part in that: NCCL would wait for its ranks, and never hear of the trainer."""
+    monkeypatch.setattr(c10d, "_get_split_source", lambda *_: pytest.fail("it is to be split from another"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default, device = dist.distributed_c10d._get_default_group(), torch.device("cuda", 0)
+        default.bound_device_id = device
+        store = host_store(timeout_s=LIMIT_S)
+        address = GroupAddress(host="127.0.0.1", port=store.port, name="w-apart", world_size=1, backend="gloo")
+        leave_group(join_group(address, 0, LIMIT_S, store))
+        assert default.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
 def wait_in_vain(address: GroupAddress, pipe: Connection) -> None:
     group = join_group(address, 1, LIMIT_S)
     pipe.send("in")
