@@ -161,10 +161,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"limits__engine_s": 20.0},
         "limits.engine_s: 20 s replaces a hung engine before limits.quiet_s 25 s has let it be named",
     ),
-    "check_time_limits, worker": (
-        {"limits__worker_s": 20.0},
-        "limits.worker_s: 20 s replaces a hung worker before limits.quiet_s 25 s has let it be named",
-    ),
     "check_groups": ({"rollout__filter__min_group_size": 1}, "rollout.filter.min_group_size: 1 lets groups of one"),
     "check_groups, refuses all": (
         {"rollout__filter__min_group_size": 9},
