@@ -423,7 +423,9 @@ def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, reques
     url: str = request.getfixturevalue(f"{kind}_url")
     begun: list[str] = []
 
-    async def scenario() -> None:
+    async def scenario() -> bool:
+        """Whether the engine was full for as long as the three were on their way."""
+        begun.clear()
         ours, patient, hasty = (EngineClient("engine-0", url, token="secret", yields_s=s) for s in (0.0, 60.0, 0.001))
 
         def ask(client: EngineClient, name: str, num: int) -> asyncio.Task[Completion]:
@@ -439,13 +441,15 @@ def test_who_yields_goes_after_who_came_later_but_not_for_ever(kind: str, reques
         for client, name in ((patient, "evaluation"), (hasty, "first"), (ours, "second")):
             waiting.append(ask(client, name, 40))
             await asyncio.sleep(0.1)
+        full = not any(task.done() for task in running)
         await ours.abort("long0")
         await asyncio.gather(*waiting)
         await asyncio.gather(*(ours.abort(f"long{k}") for k in range(MAX_RUNNING)))
         await asyncio.gather(*running)
         for client in (ours, patient, hasty):
             await client.close()
+        return full
 
-    asyncio.run(scenario())
+    assert any(asyncio.run(scenario()) for _ in range(5)), "a busy machine gives each too little time"
     fine, coarse = ["first", "second", "evaluation"], ["second", "evaluation", "first"]
     assert begun[MAX_RUNNING:] == (coarse if kind == "sglang" else fine)
