@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from launched import GROUPS, Launched, command, launched, num_consumed, resumed, until
 
 from areal_hpc.run_dir import RunDir
@@ -15,6 +16,7 @@ TOO_LITTLE, LITTLE = 0.007, 0.055
 STEPS = 12
 
 
+@pytest.mark.long
 def test_fault_39_40_a_ring_stays_within_its_quota_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     words = (f"trainer.total_steps={STEPS}", "checkpoint.every_steps=100", f"buffer.max_mb={TOO_LITTLE}")
     with launched(tmp_path, model, *words) as refused:
