@@ -124,6 +124,27 @@ def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
         )
 
 
+def require_bound(num: int) -> None:
+    """On a cluster's node each process is bound to its devices before its Python starts. One that is not sees all of
+    them, and would take the first, as the others there do.
+
+    Args:
+        num: devices that it works on.
+
+    Raises:
+        ConfigError: it sees more.
+    """
+    import torch
+
+    row = detect()
+    if row is not CPU and (found := torch.accelerator.device_count()) > num:
+        raise ConfigError(
+            f"this process on {socket.gethostname()} works on {num} and sees {found} {row.name} devices, of which "
+            "nobody has said which are its own; set cluster.all.gpus, or that of its component, to how many the run "
+            f"uses of a node, or bind it by {row.visible_devices}"
+        )
+
+
 def devices_named(given: str) -> list[str]:
     """The names in what a process was given; a comma behind the last is none."""
     return [name.strip() for name in given.split(",") if name.strip()]

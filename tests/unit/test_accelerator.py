@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -85,6 +86,27 @@ def test_fault_17_a_node_that_has_lost_one_of_several_devices_is_as_bad_as_one_t
     said = r"was to compute on CUDA_VISIBLE_DEVICES=4,5,6, and torch finds 2 of these 3 there; leave that node out"
     with pytest.raises(DevicesLost, match=said):
         accelerator.detect_bound({"CUDA_VISIBLE_DEVICES": "4,5,6"})
+
+
+@pytest.mark.parametrize(
+    ("found", "there", "num", "refused"),
+    [
+        (accelerator.CUDA, 8, 1, True),
+        (accelerator.NPU, 8, 4, True),
+        (accelerator.CUDA, 1, 1, False),
+        (accelerator.CUDA, 2, 2, False),
+        (accelerator.CPU, 0, 1, False),
+    ],
+)
+def test_who_sees_the_devices_of_others_and_is_bound_to_none_takes_none(
+    monkeypatch: pytest.MonkeyPatch, found: accelerator.Accelerator, there: int, num: int, refused: bool
+) -> None:
+    """Where a site gives whole nodes, nothing binds, and every process of a node would compute on its first device."""
+    monkeypatch.setattr(accelerator, "detect", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
+    said = rf"works on {num} and sees {there} {found.name} devices, .*; set cluster\.all\.gpus"
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
+        accelerator.require_bound(num)
 
 
 def test_ranks_of_one_machine_take_different_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 from areal_hpc.roles.wiring.launchers import make_launcher
+from areal_hpc.roles.wiring.servers import spec_of
+from areal_hpc.roles.wiring.training import join_ranks
 from areal_hpc.run_dir import RunDir
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -131,3 +134,15 @@ def test_without_engines_no_device_is_theirs(tmp_path: Path, monkeypatch: pytest
     launcher = make_launcher(config, RunDir(tmp_path), 1, {"trainer": 1})
     assert isinstance(launcher, local.LocalLauncher)
     assert launcher.own_variables == {}
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator", "part"])
+def test_on_a_cluster_nobody_takes_the_first_of_devices_that_it_is_not_bound_to(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    config = load([QUICKSTART], ["generation.backend=sglang", "cluster.shape=het"])
+    process: Any = SimpleNamespace(role=role, index=0, incarnation=0, config=config)
+    with pytest.raises(ConfigError, match=r"works on 1 and sees 4 cuda devices"):
+        join_ranks(process) if role == "trainer" else spec_of(process)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc import accelerator
-from areal_hpc.cluster.components import engine_of_part, nodes_of_engine
+from areal_hpc.cluster.components import engine_of_part, nodes_of_engine, num_devices
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import takes_whole
 from areal_hpc.config.lora import NO_LORA
@@ -116,10 +116,16 @@ def share_of(process: RoleProcess, launch: Launch) -> Share:
 
 
 def spec_of(process: RoleProcess, launch: Launch | None = None) -> ServerSpec:
-    """What this replica's server is started with; the shares of one are started with the same."""
+    """What this replica's server is started with; the shares of one are started with the same.
+
+    Raises:
+        ConfigError, DevicesLost: see ``accelerator``.
+    """
     from areal_hpc.generation.external.spec import ServerSpec
 
     config = process.config
+    if config.cluster.shape is not Shape.LOCAL:
+        accelerator.require_bound(num_devices(config, process.role))
     engine, incarnation = (launch.engine, launch.incarnation) if launch else (process.index, process.incarnation)
     return ServerSpec(
         model_path=config.model.path,

@@ -67,7 +67,10 @@ def join_ranks(process: RoleProcess) -> Ranks:
 
     config = process.config
     # On a cluster the device was bound before Python started; on one machine all ranks see all of them.
-    local = (process.index, config.trainer.ranks) if config.cluster.shape is Shape.LOCAL else (0, 1)
+    here = config.cluster.shape is Shape.LOCAL
+    local = (process.index, config.trainer.ranks) if here else (0, 1)
+    if not here:
+        accelerator.require_bound(1)
     device = accelerator.take_device(local[0])
     if config.trainer.ranks == 1 and not config.trainer.torchrun_variables:
         process.publish_endpoint({})
