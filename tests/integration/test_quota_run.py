@@ -34,8 +34,8 @@ def test_fault_39_40_a_ring_stays_within_its_quota_and_the_run_goes_on(model: Pa
         until("its end", lambda: started.process.poll() is not None or largest.append(disk(started.run)))
         assert started.wait() == 0, started.text
     assert max(largest) <= LITTLE * (1 << 20), "more than the quota"
-    assert max(largest) > LITTLE * (1 << 20) / 2, "the quota was never in the way"
-    assert len(started.records("checkpoint")) >= 2, "what is consumed is let go of only after two"
+    assert max(largest) > LITTLE * (1 << 20) / 4, "the quota was never near"
+    assert len(started.records("checkpoint")) >= 2, "what is consumed is let go of only after two, and none else is due"
     assert num_consumed(started.run) >= STEPS * GROUPS
     told = command("ledger", started.run.root)
     assert told.returncode == 0, told.stdout
