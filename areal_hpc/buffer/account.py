@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from areal_hpc.buffer.ledger import Ledger
-from areal_hpc.buffer.quota import MIB, Quota, Segment, Standing, allowed, kept, size_of
+from areal_hpc.buffer.quota import Quota, Segment, Standing, allowed, kept, size_of
 from areal_hpc.buffer.scan import ChainReader
+from areal_hpc.mount import MIB
 from areal_hpc.types import WeightVersion
 
 ENDED = "workers that have ended"

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from areal_hpc.config.schema import BufferConfig
+from areal_hpc.mount import MIB
 
-MIB = 1 << 20
 OPEN_SHARE = 16
 """All open segments together are one part in so many of the quota: they cannot be deleted, whatever they hold."""
 SMALL_BYTES = 1 << 10

@@ -24,12 +24,12 @@ from areal_hpc.buffer.epochs import StartRecord, lineage, write_start
 from areal_hpc.buffer.ledger import Key, Ledger
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.pace import Pace, poll_pause_s
-from areal_hpc.buffer.quota import MIB, Quota
+from areal_hpc.buffer.quota import Quota
 from areal_hpc.buffer.records import RecordType, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import make_private_directory, names_in
-from areal_hpc.mount import is_served, low_space
+from areal_hpc.mount import MIB, is_served, low_space
 from areal_hpc.patience import PASSING
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion

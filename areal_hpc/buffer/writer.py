@@ -19,12 +19,12 @@ from areal_hpc.buffer.epochs import check_fence
 from areal_hpc.buffer.ledger import share, unshard
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.pace import Pace, poll_pause_s
-from areal_hpc.buffer.quota import MIB, segment_bytes
+from areal_hpc.buffer.quota import segment_bytes
 from areal_hpc.buffer.records import RecordType, encode_group
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.errors import ConfigError, Fenced
 from areal_hpc.fs import make_private_directory, publish_json, read_if_listed
-from areal_hpc.mount import is_served, low_space
+from areal_hpc.mount import MIB, is_served, low_space
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Ticket, TrajectoryGroup, WeightVersion
 from areal_hpc.watermark import Watermark

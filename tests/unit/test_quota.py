@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from areal_hpc.buffer.account import Shortage
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.buffer.order import FixedOrder
-from areal_hpc.buffer.quota import MIB, Quota, Segment, Standing, allowed, kept, segment_bytes
+from areal_hpc.buffer.quota import Quota, Segment, Standing, allowed, kept, segment_bytes
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.records import COLUMNS, TOKEN_BYTES, encode_group
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config import derived
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import BufferConfig, Config
+from areal_hpc.mount import MIB
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, StopReason, Ticket, Trajectory, TrajectoryGroup, WeightVersion
 

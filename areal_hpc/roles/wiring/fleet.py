@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_hpc.config.derived import QUEUE_S
 from areal_hpc.errors import GenerationError, WaitTimeout, WeightUpdateError
+from areal_hpc.mount import MIB
 from areal_hpc.protocols import WeightTarget, WeightTransport
 from areal_hpc.waits import waiting
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 SLOW_S = 5.0
 """An update shorter than this holds nobody up, however few bytes it moved."""
 LOOK_S = 1.0

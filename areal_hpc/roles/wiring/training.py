@@ -34,6 +34,7 @@ from areal_hpc.config.schema import Config, EngineName, TrainerBackendName, Tran
 from areal_hpc.journal import Journal
 from areal_hpc.liveness.alone import alone
 from areal_hpc.liveness.given_up import give_up
+from areal_hpc.mount import MIB
 from areal_hpc.pretrained.files import read_shapes, trainable
 from areal_hpc.prompts import check_identity, open_dataset, stream_identity
 from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTransport
@@ -51,7 +52,6 @@ from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
 RANKS_GROUP = "trainer"
-MIB = 1 << 20
 
 
 def make_fetch(process: RoleProcess) -> Fetch:
