@@ -49,7 +49,8 @@ MAX_META = 1 << 24
 MAX_BODY = 1 << 30
 COLUMNS = {"token_ids": "<i4", "logprobs": "<f4", "versions": "<i4", "loss_mask": "|b1"}
 """Columns of a group: one value for each token, the trajectories one after the other."""
-TOKEN_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
+DTYPES = {name: np.dtype(text) for name, text in COLUMNS.items()}
+TOKEN_BYTES = sum(dtype.itemsize for dtype in DTYPES.values())
 EXPERTS = "experts"
 EXPERT_TYPES = ("|u1", "<u2")
 
@@ -146,38 +147,35 @@ def encode_group(group: TrajectoryGroup) -> tuple[dict[str, Any], bytes]:
         DataError: the group is larger than a record may be.
     """
     trajectories = group.trajectories
-    experts = joined([t.experts for t in trajectories], [t.token_ids.size for t in trajectories])
-    num_bytes = group.num_tokens * TOKEN_BYTES + (0 if experts is None else experts.nbytes)
+    lengths = [t.token_ids.size for t in trajectories]
+    experts = joined([t.experts for t in trajectories], lengths)
+    num_bytes = sum(lengths) * TOKEN_BYTES + (0 if experts is None else experts.nbytes)
     if num_bytes > MAX_BODY:
         raise DataError(
             f"the group of prompt {group.prompt_id} has {num_bytes} bytes, more than the {MAX_BODY} that one record "
             "holds; lower rollout.group_size or model.max_tokens"
         )
-    arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in COLUMNS.items() for t in trajectories]
+    arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in DTYPES.items() for t in trajectories]
     if experts is not None:
         arrays.append(np.ascontiguousarray(experts, experts.dtype.newbyteorder("<")))
     meta = {
         "position": group.position,
         "prompt": group.prompt_id,
         "rewards": [float(t.reward) for t in trajectories],
-        "lengths": [int(t.token_ids.size) for t in trajectories],
+        "lengths": lengths,
         "generated": [t.num_generated for t in trajectories],
         "stops": [t.stop.value for t in trajectories],
         "episodes": [t.episode for t in trajectories],
-        "newest": max((int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories), default=NOT_SAMPLED),
-        **({} if experts is None else _table_with(arrays[-1], group.num_tokens)),
+        "newest": max([int(t.versions.max(initial=NOT_SAMPLED)) for t in trajectories], default=NOT_SAMPLED),
+        **({} if experts is None else _table_with(arrays[-1], sum(lengths))),
         **({} if group.baseline is None else {"baseline": [float(number) for number in group.baseline]}),
     }
-    return meta, b"".join(array.data for array in arrays)
-
-
-def _table(num_tokens: int) -> list[tuple[str, str, int]]:
-    """The columns of a body of which nothing else is said."""
-    return [(name, dtype, num_tokens) for name, dtype in COLUMNS.items()]
+    return meta, b"".join([array.data for array in arrays])
 
 
 def _table_with(experts: NDArray[Any], num_tokens: int) -> dict[str, Any]:
-    columns = [*_table(num_tokens), (EXPERTS, experts.dtype.str, experts.size)]
+    plain = [(name, text, num_tokens) for name, text in COLUMNS.items()]
+    columns = [*plain, (EXPERTS, experts.dtype.str, experts.size)]
     return {"columns": columns, EXPERTS: list(experts.shape[1:])}
 
 
@@ -218,7 +216,7 @@ def group_ref(
         rewards=tuple(meta["rewards"]),
         lengths=tuple(meta["lengths"]),
         generated=tuple(meta["generated"]),
-        truncated=tuple(stop == StopReason.LENGTH for stop in meta["stops"]),
+        truncated=tuple([stop == StopReason.LENGTH for stop in meta["stops"]]),
         episodes=tuple(meta["episodes"]),
         baseline=Baseline(*meta["baseline"]) if "baseline" in meta else None,
         handle=() if handle is None else handle,
@@ -241,11 +239,9 @@ def decode_group(ref: GroupRef, body: bytes) -> TrajectoryGroup:
     """
     told = Body(*ref.handle)
     ends = list(accumulate(ref.lengths, initial=0))
-    columns = _columns(told.columns or _table(ends[-1]), body)
-    if not all(name in columns and columns[name].size == ends[-1] for name in COLUMNS):
-        raise CorruptRecord(f"columns of position {ref.position} do not hold {ends[-1]} tokens")
+    columns = _columns(_plain(ends[-1]) if told.columns is None else _listed(told.columns, ref), body)
     experts = _experts(ref.position, told.experts, columns.get(EXPERTS), ends[-1])
-    trajectories = tuple(
+    trajectories = [
         Trajectory(
             token_ids=columns["token_ids"][start:end],
             loss_mask=columns["loss_mask"][start:end],
@@ -259,9 +255,9 @@ def decode_group(ref: GroupRef, body: bytes) -> TrajectoryGroup:
         for (start, end), reward, stop, episode in zip(
             pairwise(ends), ref.rewards, told.stops, ref.episodes, strict=True
         )
-    )
+    ]
     return TrajectoryGroup(
-        position=ref.position, prompt_id=ref.prompt_id, trajectories=trajectories, baseline=ref.baseline
+        position=ref.position, prompt_id=ref.prompt_id, trajectories=tuple(trajectories), baseline=ref.baseline
     )
 
 
@@ -274,15 +270,30 @@ def _experts(position: int, shape: Sequence[int] | None, column: NDArray[Any] | 
     return column.reshape(whole)
 
 
-def _columns(table: Sequence[tuple[str, str, int]], body: bytes) -> dict[str, NDArray[Any]]:
+Column = tuple[str, np.dtype[Any], int]
+"""name, dtype, count"""
+
+
+def _plain(num_tokens: int) -> list[Column]:
+    """The columns of a body of which nothing else is said."""
+    return [(name, dtype, num_tokens) for name, dtype in DTYPES.items()]
+
+
+def _listed(table: Sequence[tuple[str, str, int]], ref: GroupRef) -> list[Column]:
+    columns = [(name, _dtype(text), count) for name, text, count in table]
+    if not set(columns).issuperset(_plain(ref.num_tokens)):
+        raise CorruptRecord(f"columns of position {ref.position} do not hold {ref.num_tokens} tokens: {table}")
+    return columns
+
+
+def _columns(table: Sequence[Column], body: bytes) -> dict[str, NDArray[Any]]:
     columns, offset = {}, 0
-    for name, text, count in table:
-        dtype = _dtype(text)
-        size = dtype.itemsize * count
-        if offset + size > len(body) or text != COLUMNS.get(name, text):
-            raise CorruptRecord(f"column {name} ({text} x {count}) does not fit a body of {len(body)} bytes")
+    for name, dtype, count in table:
+        end = offset + dtype.itemsize * count
+        if end > len(body):
+            raise CorruptRecord(f"column {name} ({dtype.str} x {count}) does not fit a body of {len(body)} bytes")
         columns[name] = np.frombuffer(body, dtype, count, offset)
-        offset += size
+        offset = end
     return columns
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -176,7 +177,9 @@ class ChainReader:
         while True:
             data, at = window.show(self._offset, HEADER_BYTES)
             header = parse_header(data, self._owner, at)
-            if header is None or self._offset + header.record_bytes > size or self._seq not in (header.seq, None):
+            if header is None or self._seq not in (header.seq, None):
+                return None
+            if (end := self._offset + header.record_bytes) > size:
                 return None
             data, at = window.show(self._offset, header.head_bytes)
             if (meta := parse_meta(header, data, at)) is None:
@@ -185,7 +188,7 @@ class ChainReader:
                 assert not self._batch, f"{self.name}: a SEAL behind records that are not committed"
                 return self._sealed(meta["next"])
             record = Found(self._segment, self._offset, header, meta)
-            self._offset, self._seq = self._offset + header.record_bytes, header.seq + 1
+            self._offset, self._seq = end, header.seq + 1
             if header.type is RecordType.COMMIT:
                 self._accept(found)
             else:
@@ -228,13 +231,11 @@ class GroupFetcher:
     def read_all(self, refs: Sequence[GroupRef]) -> list[TrajectoryGroup | CorruptRecord]:
         """The groups at ``refs``, in their order, or why one cannot be had. Each segment is opened once: opening and
         closing are requests to the metadata server that all jobs share, reading is not."""
+        segments: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, ref in enumerate(refs):
+            segments[ref.chain, ref.segment].append(index)
         found: dict[int, TrajectoryGroup | None] = {}
-
-        def segment(index: int) -> tuple[str, int]:
-            return refs[index].chain, refs[index].segment
-
-        for _, together in groupby(sorted(range(len(refs)), key=segment), key=segment):
-            indices = list(together)
+        for indices in segments.values():
             found.update(zip(indices, self._read_once([refs[index] for index in indices]), strict=True))
         return [found[index] or _or_damage(self.read, ref) for index, ref in enumerate(refs)]
 

@@ -172,7 +172,8 @@ class Ring(Transport):
         while not all(chain.ended for chain in chains):
             before = num_read
             for chain in chains:
-                refs = [found.ref(str(chain.name)) for found in chain.poll()]
+                name = str(chain.name)
+                refs = [found.ref(name) for found in chain.poll()]
                 for start in range(0, len(refs), STEP):
                     KEPT.extend(intact(fetcher.read_all(refs[start : start + STEP])))
                 num_read += len(refs)
