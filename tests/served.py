@@ -147,6 +147,10 @@ class Gated:
         except asyncio.CancelledError:
             self.cancelled = True
             raise
+        return await self.answer(request)
+
+    async def answer(self, request: GenerationRequest) -> Completion:
+        """What is answered once all tokens are told."""
         return await ScriptedGenerator([self._token_ids]).generate(replace(request, on_tokens=None))
 
     async def close(self) -> None: ...

@@ -15,22 +15,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from areal_hpc.dialogue.messages import refuse_constant
-from areal_hpc.dialogue.parts import Parts
 from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
-from areal_hpc.proxy.calls import Call, Dialect, Forced, Told, placed
+from areal_hpc.proxy.calls import Call, Dialect, Forced, placed
 from areal_hpc.proxy.chat import CHAT, COMPLETIONS
-from areal_hpc.proxy.events import KEEP_ALIVE, Api, Stream
+from areal_hpc.proxy.events import Api, Stream
 from areal_hpc.proxy.exports import exported
 from areal_hpc.proxy.online import Online
+from areal_hpc.proxy.outgoing import Progress, outgoing
 from areal_hpc.proxy.page import Board, page_routes
 from areal_hpc.proxy.requests import Refused, given, number
 from areal_hpc.proxy.responses import RESPONSES, input_items, page_of
@@ -166,23 +166,16 @@ class Routes:
         progress = Progress()
         running = asyncio.ensure_future(call.run(progress.tell))
         running.add_done_callback(lambda _: progress.end())
-        keep_alive_s, clock = self._service.keep_alive_s, asyncio.get_running_loop().time
+        keep_alive_s = self._service.keep_alive_s
         try:
-            quiet_until = clock() + keep_alive_s
-            first = await progress.next(quiet_until)
+            await progress.wait(asyncio.get_running_loop().time() + keep_alive_s)
             if running.done():
                 running.result()  # it may have failed at once
             response = web.StreamResponse(headers={**HEADERS, **_headers(call)})
             await response.prepare(request)
-            told = b"".join(stream.begin()) + _told(stream, first)
-            while not progress.over:
-                if not told and clock() >= quiet_until:
-                    told = KEEP_ALIVE
-                if told:
+            async with aclosing(outgoing(stream, call, running, progress, keep_alive_s)) as events:
+                async for told in events:
                     await response.write(told)
-                    quiet_until = clock() + keep_alive_s
-                told = _told(stream, await progress.next(quiet_until))
-            await response.write(told + b"".join(_ending(stream, call, running)))
             await response.write_eof()
             return response
         finally:
@@ -301,48 +294,9 @@ class Routes:
         return is_admin(request, self._service.admin_token)
 
 
-class Progress:
-    """What a call has told and its client has not been told yet; of each choice the newest, which has all before it."""
-
-    def __init__(self) -> None:
-        self._news: dict[int, Parts] = {}
-        self._wake = asyncio.Event()
-        self.over = False
-
-    def tell(self, choice: int, parts: Parts) -> None:
-        self._news[choice] = parts
-        self._wake.set()
-
-    def end(self) -> None:
-        self.over = True
-        self._wake.set()
-
-    async def next(self, until: float) -> Mapping[int, Parts]:
-        """What is new, as soon as anything is; nothing at ``until`` on the loop's clock, or when the call has ended."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._wake.wait()
-        self._wake.clear()
-        news, self._news = self._news, {}
-        return news
-
-
 def _headers(call: Call) -> dict[str, str]:
     """Says which field of the request the model was only asked to follow."""
     return {NOT_HELD: call.forced.not_held} if call.forced.not_held else {}
-
-
-def _told(stream: Stream, news: Mapping[int, Parts]) -> bytes:
-    return b"".join(event for choice, parts in news.items() for event in stream.delta(choice, parts))
-
-
-def _ending(stream: Stream, call: Call, running: asyncio.Future[list[Told]]) -> list[bytes]:
-    """The last events of a call that has ended, well or not."""
-    try:
-        return stream.end(running.result())
-    except Refused as refused:
-        call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
-        return stream.broken(refused)
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from dialogues import said
-from served import ADD, ADMIN, CALL, STREAMS, USER, Gated, Served, run, served, text_of
+from served import ADD, ADMIN, CALL, STREAMS, USER, Gated, Served, events, run, served, text_of
 
 from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.dialogue.transcript import Transcript
 from areal_hpc.errors import GenerationError
+from areal_hpc.proxy.app import APIS
 from areal_hpc.types import Completion, GenerationRequest
 
 
@@ -71,6 +73,61 @@ def test_H3_an_answer_that_breaks_off_does_not_look_like_an_end_and_is_not_train
             for end in ("[DONE]", "response.completed", "message_stop", '"finish_reason": "stop"'):
                 assert end not in text
             assert "broke off" in service.session.broken and service.session.transcript.turns == []
+            exported = await service.post("/rl/export", {"session_id": service.session.id}, ADMIN)
+            assert exported[1]["trajectories"] == []
+
+    run(scenario())
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, engine: Gated, path: str, where: str) -> None:
+    """Have an error that nobody foresaw come up at one place of a streamed answer, once its first token is out."""
+
+    def raises(*_: Any) -> Any:
+        raise asyncio.CancelledError if where == "a wait of ours" else ZeroDivisionError("nobody foresaw this")
+
+    if where == "the transcript":
+        monkeypatch.setattr(Transcript, "commit", raises)
+    elif where == "the end":
+        monkeypatch.setattr(APIS[path].stream, "end", raises)
+    elif where == "a delta":
+        monkeypatch.setattr(APIS[path].stream, "delta", raises)
+    else:
+        monkeypatch.setattr(engine, "answer", raises)
+
+
+@pytest.mark.parametrize("where", ["the engine's client", "a wait of ours", "a delta", "the transcript", "the end"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_an_error_of_our_own_ends_a_stream_as_an_error_and_its_session_is_not_trained(
+    hermes: ChatRenderer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    where: str,
+) -> None:
+    """Also after the turn was committed: the client has not got what it would be rewarded for."""
+
+    async def scenario() -> None:
+        engine = Gated(said(hermes, "abc"))
+        engine.next()
+        async with served(hermes, [], generator=engine) as service:
+            body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
+            async with service.http.post(service.url + path, json=body, headers=headers) as answer:
+                assert await read_events(answer, path, 1) == ["a"]
+                spoil(monkeypatch, engine, path, where)
+                for _ in said(hermes, "abc")[1:]:
+                    engine.next()
+                rest = events((await answer.text()).lstrip())  # which raises if the connection breaks off
+            name, last = rest[-1]
+            if path == "/v1/responses":
+                assert (name, last["response"]["error"]["code"]) == ("response.failed", "server_error")
+            else:
+                kind = "api_error" if path == "/v1/messages" else "server_error"
+                assert last["error"]["type"] == kind and "start another session" in last["error"]["message"]
+            assert not [data for _, data in rest if data == "[DONE]"]
+            assert "broke off" in service.session.broken and service.session.num_open == 0
+            assert service.session.id in caplog.text
+            assert ("was cancelled" if where == "a wait of ours" else "nobody foresaw this") in caplog.text
+            service.session.reward(1.0)
             exported = await service.post("/rl/export", {"session_id": service.session.id}, ADMIN)
             assert exported[1]["trajectories"] == []
 
