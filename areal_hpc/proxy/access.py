@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -34,16 +35,21 @@ LAST_ANSWERS_S = 0.5
 """How long an end waits for answers that are under way, and again for those that it breaks off: whoever stops a run has
 given it seconds. Usually a server waits for two minutes, and somebody who uses an agent may ask at any time."""
 
+UNREAD_S = 600.0
+"""How long a client may take nothing of what it was sent, before its connection is dropped: as long as the clients of
+OpenAI and Anthropic wait for us. What is held for it meanwhile is a connection, a handler and its answer."""
+
 
 @asynccontextmanager
 async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """An application at its URL, until the context ends; port 0 is one that the kernel chooses.
 
-    What is still being answered then is broken off.
+    What is still being answered then is broken off; so is, after ``UNREAD_S``, what nobody reads.
 
     Raises:
         ConfigError: somebody else listens there, or it is no address of this machine.
     """
+    application.on_response_prepare.append(_drop_unread)
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_S)
     await runner.setup()
     try:
@@ -57,3 +63,13 @@ async def listening(application: web.Application, host: str, port: int) -> Async
         yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def _drop_unread(request: web.Request, _: web.StreamResponse) -> None:
+    """Have the kernel drop the connection of a client that takes nothing; to us it is then one that went away.
+
+    No limit of ours on a write would do: most answers fit into buffers, and their writes end at once.
+    """
+    if request.transport is not None:
+        connection = request.transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))

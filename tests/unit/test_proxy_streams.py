@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from contextlib import closing
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from dialogues import said
@@ -13,6 +16,7 @@ from served import ADD, ADMIN, CALL, STREAMS, USER, Gated, Served, events, run, 
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Transcript
 from areal_hpc.errors import GenerationError
+from areal_hpc.generation.scripted import ScriptedGenerator
 from areal_hpc.proxy.app import APIS
 from areal_hpc.types import Completion, GenerationRequest
 
@@ -182,6 +186,56 @@ def test_a_client_that_hangs_up_ends_its_request_at_the_engine(hermes: ChatRende
             assert service.session.transcript.turns == [] and service.session.broken == ""
 
     run(scenario())
+
+
+def test_a_client_that_takes_nothing_of_its_stream_is_in_time_one_that_went_away(
+    hermes: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stays up and is not read: a few KiB of an answer of 64 fit into what the kernel holds for it."""
+    monkeypatch.setattr("areal_hpc.proxy.access.UNREAD_S", 0.3)
+
+    class Endless(ScriptedGenerator):
+        begun, ended = asyncio.Event(), asyncio.Event()  # of its first answer
+
+        async def generate(self, request: GenerationRequest) -> Completion:
+            if self.begun.is_set():
+                return await super().generate(request)
+            self.begun.set()
+            assert request.on_tokens is not None
+            request.on_tokens(hermes.encode("x" * 64 * 1024))
+            try:
+                return await asyncio.Future()
+            finally:
+                self.ended.set()
+
+    async def scenario() -> None:
+        engine = Endless([said(hermes, "yes")], decode=hermes.spelled)
+        async with served(hermes, [], generator=engine) as service:
+            with closing(unread(service, {"messages": [USER], "stream": True})) as client:
+                await engine.begun.wait()
+                assert service.session.num_open == 1
+                await engine.ended.wait()
+                with pytest.raises(ConnectionError):
+                    while client.recv(1 << 16):
+                        pass
+            session = service.session
+            assert (session.num_open, session.broken, session.transcript.turns) == (0, "", [])
+            assert (await service.chat("hi"))["message"]["content"] == "yes"
+
+    run(scenario())
+
+
+def unread(service: Served, body: Any) -> socket.socket:
+    """A client that has asked and does not read."""
+    address = urlsplit(service.url)
+    client = socket.socket()
+    client.settimeout(10.0)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((address.hostname, address.port))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(data)}\r\n"
+    client.sendall(f"{head}x-api-key: {service.session.key}\r\n\r\n".encode() + data)
+    return client
 
 
 @pytest.mark.parametrize("text", ["ď", "今日", "🙂", "a🙂b"])
