@@ -16,7 +16,6 @@ import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +28,12 @@ from areal_hpc.errors import AgentError, ConfigError
 from areal_hpc.protocols import Episode
 from areal_hpc.proxy.chronicle import Note
 from areal_hpc.proxy.sessions import Limits, Session, Sessions
+from areal_hpc.proxy.threads import Threads
 from areal_hpc.types import Prompt, Trajectory
 
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What a command sees of this process's environment, which may hold secrets that are not an agent's."""
 NO_PROXY = "127.0.0.1,localhost,::1"
-MAX_THREADS = 1024
-"""Agents that are no coroutines run at once, each in a thread; they wait for the engine nearly all the time."""
 LAST_OUTPUT = 2000
 """Bytes of a command's output that are kept, for the message that it has failed."""
 READ_BYTES = 1 << 16
@@ -166,14 +164,14 @@ def python_agent(make: Callable[[], Any], http_client: Any = None) -> Agent:
         raise ConfigError(f"agent.python cannot be made: {error}; give `agent.args` that its class takes") from error
     if not callable(getattr(agent, "run", None)):
         raise ConfigError(f"agent.python: {type(agent).__name__} has no method `run`; see examples/agents")
-    threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
+    threads = Threads(f"{type(agent).__name__}.run")
 
     async def attempt(task: Task) -> float | None:
         words = {"base_url": f"{task.url}/v1", "api_key": task.key}
         if inspect.iscoroutinefunction(agent.run):
             return _number(await agent.run(dict(task.data), **words, http_client=http_client))
         blocking = partial(agent.run, dict(task.data), **words, http_client=None)
-        return _number(await asyncio.get_running_loop().run_in_executor(threads, blocking))
+        return _number(await threads.run(blocking))
 
     return attempt
 
