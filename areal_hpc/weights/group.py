@@ -22,6 +22,9 @@ from areal_hpc.weights.membership import Call, Membership
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+GRACE_S = 5.0
+"""Rank 0's operation ends by its own limit where it can, so that its error is the one that is told."""
+
 
 class WeightGroup:
     """Rank 0's end.
@@ -108,14 +111,15 @@ class WeightGroup:
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
         try:
-            await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+            limit_s = self.membership.timeout_s + GRACE_S
+            await asyncio.wait({mine, *calls}, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             for task in (mine, *calls):
                 task.cancel()
             await asyncio.gather(mine, *calls, return_exceptions=True)
             self._abandon()  # its members are in the middle of something
             raise
-        if any(task.done() and task.exception() for task in (mine, *calls)):
+        if not mine.done() or any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
             own_error = mine.exception() if mine.done() else WeightUpdateError(f"rank 0 hangs where it was to {what}")
             mine.cancel()  # the thread stays where it is, and nobody wants it any more
