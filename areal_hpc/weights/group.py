@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from areal_hpc.accelerator import card_here
 from areal_hpc.buckets import Bucket
 from areal_hpc.collective import broadcast, host_store, interfaces, join_group, leave_group, name_at
 from areal_hpc.errors import WeightUpdateError
@@ -56,7 +57,8 @@ class WeightGroup:
         members = self.membership.members
         timeout_s = self.membership.timeout_s
         store = host_store(self._host, timeout_s=timeout_s)
-        self._name = name_at(store, next(self._names))
+        card = card_here()  # rank 0 has the first device that it sees, which is the current one of every thread
+        self._name = name_at(store, next(self._names), card)
         address = GroupAddress(
             host=self._host,
             port=store.port,
@@ -68,7 +70,7 @@ class WeightGroup:
         offsets = dict(zip((target.name for target in members), itertools.accumulate(sizes, initial=1), strict=False))
 
         def join() -> None:
-            self._group = join_group(address, 0, timeout_s, store)
+            self._group = join_group(address, 0, timeout_s, store, card=card)
 
         place = f" (rank 0 waits at {self._host}:{store.port}: {interfaces(self._backend)})"
         await self._together("join", join, lambda target: target.join(address, offsets[target.name]), place)

@@ -135,7 +135,8 @@ def hanging(engine: EmbeddedEngine) -> Iterator[None]:
 
 def in_time(call: Callable[[], object]) -> None:
     """It is refused well before a person would look for the reason."""
-    with ThreadPoolExecutor(1) as pool, pytest.raises(WeightUpdateError, match=r"busy for 0\.1 s .* limits\.weight_update_s"):
+    late = r"busy for 0\.1 s .* limits\.weight_update_s"
+    with ThreadPoolExecutor(1) as pool, pytest.raises(WeightUpdateError, match=late):
         pool.submit(call).result(LIMIT_S / 2)
 
 
