@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_hpc.errors import ConfigError, DevicesLost
 
@@ -199,6 +200,25 @@ def _prove(device: str) -> None:
             f"{socket.gethostname()} was to compute on {device}, which is there and fails: {what}; leave that node out "
             "(cluster.all.exclude)"
         ) from error
+
+
+def card_here() -> str:
+    """The card of this thread's current device, by PCI address and host, as NCCL tells cards from each other: parts of
+    one (MIG) are the same. Empty where nobody knows: on a CPU, on an NPU, and of a GPU that has no such address.
+    """
+    import torch
+
+    if detect() is not CUDA:
+        return ""
+    found = torch.cuda.get_device_properties(torch.accelerator.current_device_index())
+    address = [getattr(found, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+    if not any(address):
+        return ""
+    return f"GPU {address[0]:04x}:{address[1]:02x}:{address[2]:02x} of {socket.gethostname()} (boot {_boot()[:8]})"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def device_of(row: Accelerator, local_rank: int, num_devices: int) -> str:

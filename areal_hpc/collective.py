@@ -7,11 +7,14 @@ the store knows it by its nonce before anybody is told, so that who comes late, 
 run's by now, is told so.
 
     store = host_store(host, timeout_s)                                   trainer; store.port is what engines are told,
-    name = name_at(store, "w-1-0")                                        and the name, such as w-1-0@f10c3a2b9d7e6541
+    name = name_at(store, "w-1-0", card)                                  and the name, such as w-1-0@f10c3a2b9d7e6541
     group = join_group(address, 0, timeout_s, store)                      trainer, while every engine runs
     group = join_group(address, rank, timeout_s)                          engine, the same at the same time
     broadcast(buffer, group)                                              all of them
     leave_group(group)
+
+Each member says which card it is on: NCCL takes one from each, refuses a second one only in the first operation, to all
+of them and by number, and takes parts of one GPU (MIG) for the same.
 
 The trainer's ranks are a group of their own, whose members are called "trainer-0" and so on:
 
@@ -38,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.accelerator import ACCELERATORS, Accelerator
+from areal_hpc.accelerator import ACCELERATORS, CPU, Accelerator
 from areal_hpc.errors import ConfigError
 from areal_hpc.transfer import GroupAddress
 from areal_hpc.waits import waiting
@@ -109,12 +112,19 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float) -> TCPStore:
     )
 
 
-def name_at(store: TCPStore, name: str) -> str:
-    """``name`` with a nonce, for a group that is to form at ``store``: no other store knows of it."""
+def name_at(store: TCPStore, name: str, card: str = "") -> str:
+    """``name`` with a nonce, for a group that is to form at ``store``: no other store knows of it.
+
+    Args:
+        card: where rank 0 is, so that whoever else is there is refused, and not rank 0 that comes after him.
+    """
     from torch._C._distributed_c10d import PrefixStore
 
     name = f"{name}{NONCE}{secrets.token_hex(8)}"
-    PrefixStore(name, store).set(KNOWN, "")
+    place = PrefixStore(name, store)
+    place.set(KNOWN, "")
+    if card:
+        place.set(card, "0")
     return name
 
 
@@ -128,8 +138,25 @@ def _require_known(store: Store, address: GroupAddress) -> None:
         )
 
 
+def _take_card(store: Store, address: GroupAddress, rank: int, card: str) -> None:
+    """Raises ConfigError if another rank of the group is there."""
+    other = store.compare_set(card, "", str(rank)).decode()
+    if other != str(rank):
+        raise ConfigError(
+            f"ranks {other} and {rank} of group {address.name!r} are both on {card}, or on parts of it (MIG), and "
+            f"{address.backend} takes one member from each; give each process a card of its own, or, where one is an "
+            "engine, set weights.transport=disk"
+        )
+
+
 def join_group(
-    address: GroupAddress, rank: int, timeout_s: float, store: TCPStore | None = None, *, vital: bool = False
+    address: GroupAddress,
+    rank: int,
+    timeout_s: float,
+    store: TCPStore | None = None,
+    *,
+    vital: bool = False,
+    card: str = "",
 ) -> ProcessGroup:
     """Enter the group as ``rank``; returns when all its ranks are there. Those of NCCL meet in their first operation.
 
@@ -138,8 +165,10 @@ def join_group(
         store: what ``host_store`` returned, on the rank that hosts it.
         vital: this process is nothing without the other members, and may end with them. Else it learns of their death
             by an error, where it waits for an operation.
+        card: that this rank's tensors are on (``accelerator.card_here``); empty where that is not known.
 
     Raises:
+        ConfigError: another rank is on that card.
         torch.distributed.DistError: the store or a member did not come in time; or the store is another run's, as far
             as the group's name has a nonce.
         ValueError: this process is in a group of that name already.
@@ -154,6 +183,8 @@ def join_group(
     place = PrefixStore(address.name, store)
     if NONCE in address.name:
         _require_known(place, address)
+    if card and device_for(address.backend) is not CPU:
+        _take_card(place, address, rank, card)
     with nullcontext() if vital else _errors_raised(device_for(address.backend)), _no_part_of_the_default_group():
         group, _ = c10d._new_process_group_helper(
             address.world_size,

@@ -220,7 +220,7 @@ class RingReader:
         absent = [slot for slot in range(self._num_slots) if slot not in self._live]
         text = self._ledger.waiting_for() + (f"; writers {absent} have not registered" if absent else "")
         problem = low_space(self._run.ring, self._min_free_mb)
-        text += f"; no new prompt is begun, since {problem}" if problem else ""
+        text += f"; no new prompt is begun, since {problem}: free space there" if problem else ""
         return text + self._account.text()
 
     def state_dict(self) -> dict[str, Any]:

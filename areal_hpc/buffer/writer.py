@@ -31,6 +31,9 @@ from areal_hpc.watermark import Watermark
 
 log = logging.getLogger(__name__)
 
+SPACE = "space on the disk"
+"""The trainer's to bring where a checkpoint lets the ring delete something; else a person's."""
+
 
 class RingWriter:
     """Writer ``slot`` of ``num_slots``. Used by one thread; a second one of its own commits.
@@ -68,7 +71,7 @@ class RingWriter:
         self._control: Control | None = None
         self._reading = Pace(poll_pause_s(config.commit_s, is_served(run.root)) if poll_s is None else poll_s)
         self._next_fence_s = 0.0  # on the monotonic clock
-        self._min_free_mb, self._low_space = config.min_free_mb, False
+        self._min_free_mb, self._low_space = config.min_free_mb, ""
         self._reserved = self._dropped = self._serial = 0
         self._open: set[int] = set()
         check_fence(run, epoch)
@@ -115,6 +118,8 @@ class RingWriter:
     def lacks(self) -> tuple[str, str]:
         """See RolloutWriter."""
         mine = self._mine()
+        if self._low_space and mine is not None and self._counted() < mine.limit:
+            return SPACE, self._low_space
         if self._max_mb is None or mine is None or not mine.short or self._counted() < mine.limit:
             return "a free ticket", ""
         held = self._control.held / MIB if self._control else 0.0
@@ -194,10 +199,10 @@ class RingWriter:
                 self._commits.reclaim(mine.reclaim)
 
     def _look_at_space(self) -> None:
-        problem = low_space(self._run.ring, self._min_free_mb)
+        problem = low_space(self._run.ring, self._min_free_mb) or ""
         if problem and not self._low_space:
             log.warning("writer %d begins no new prompt: %s", self._slot, problem)
-        self._low_space = problem is not None
+        self._low_space = problem
 
     def _counted(self) -> int:
         """Tickets that count against the limit: in a fixed order no other takes the place of one that was dropped."""

@@ -34,6 +34,8 @@ class Size:
     """A decoder, counted."""
 
     parameters: int
+    rounded: int
+    """The same, were the number of each tensor's elements rounded up to a power of two."""
     active: int
     """Of a mixture of experts: those that one token passes; else all."""
     layers: int
@@ -69,19 +71,23 @@ def size_of(config: Mapping[str, Any]) -> Size | None:
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or hidden // heads
     queries, keys = heads * head, kv_heads * head
-    attention = hidden * (2 * queries + 2 * keys) + _small_parts(config, hidden, queries, keys, head)
+    of_layer = [hidden * queries] * 2 + [hidden * keys] * 2 + _small_parts(config, hidden, queries, keys, head)
+    attention = sum(of_layer)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if experts:
         inner = config.get("moe_intermediate_size") or inner
         chosen = config.get("num_experts_per_tok") or 1
-        all_of, active_of = experts * 3 * hidden * inner + hidden * experts, chosen * 3 * hidden * inner
+        of_layer += [hidden * inner] * 3 * experts + [hidden * experts]
+        active_of = chosen * 3 * hidden * inner
         inner *= chosen
     else:
-        all_of = active_of = 3 * hidden * inner
-    ends = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2) + hidden
+        of_layer += [hidden * inner] * 3
+        active_of = 3 * hidden * inner
+    ends = [vocabulary * hidden] * (1 if config.get("tie_word_embeddings") else 2) + [hidden]
     return Size(
-        parameters=ends + layers * (attention + all_of),
-        active=ends + layers * (attention + active_of),
+        parameters=sum(ends) + layers * sum(of_layer),
+        rounded=sum(map(_rounded, ends)) + layers * sum(map(_rounded, of_layer)),
+        active=sum(ends) + layers * (attention + active_of),
         layers=layers,
         hidden=hidden,
         activation=4 * hidden + 2 * queries + 2 * keys + 4 * inner,
@@ -95,12 +101,18 @@ def size_of(config: Mapping[str, Any]) -> Size | None:
     )
 
 
-def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int, head: int) -> int:
-    """Norms and biases of one layer."""
+def _rounded(number: int) -> int:
+    """Up to a power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def _small_parts(config: Mapping[str, Any], hidden: int, queries: int, keys: int, head: int) -> list[int]:
+    """Elements of each norm and bias of one layer."""
     family = str(config.get("model_type", ""))
     biased = family == "qwen2" or bool(config.get("attention_bias"))
-    output = hidden if config.get("attention_bias") and family != "qwen2" else 0
-    return 2 * hidden + (2 * head if family.startswith("qwen3") else 0) + (queries + 2 * keys if biased else 0) + output
+    output = [hidden] if config.get("attention_bias") and family != "qwen2" else []
+    norms = [hidden] * 2 + ([head] * 2 if family.startswith("qwen3") else [])
+    return norms + ([queries, keys, keys] if biased else []) + output
 
 
 def model_size(config: Config) -> Size | None:

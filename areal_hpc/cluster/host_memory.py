@@ -1,7 +1,8 @@
 """How much host memory a node of each component needs, held against what is asked of Slurm, which kills who takes more.
 
     trainer rank     masters and moments, where a checkpoint copies them to before it writes: of the reference trainer
-                     rank 0 alone, of Megatron each rank its share
+                     rank 0 alone, of Megatron each rank its share; where there are devices, in pinned memory, of which
+                     torch takes for each tensor the next power of two
     engine rank      the model, where an update is put there beside the one that is computed with, or where changes or
                      adapters travel alone, of which the rest of the model must be at hand
     without GPUs     what would be on the device as well
@@ -105,9 +106,11 @@ def _keeps_a_model(config: Config, *, on_device: bool) -> bool:
 
 
 def trainer_rank_bytes(config: Config, size: Size, rank: int, *, has_gpus: bool) -> float:
-    """Of one trainer rank."""
-    critic = size.parameters if recipe_of(config.algorithm.name).critic else 0
-    kept = 12.0 * (trained_parameters(config, size) + critic)  # a master and two moments in float32
+    """Of one trainer rank. Adapters, which are small, are taken as they are."""
+    whole = size.rounded if has_gpus else size.parameters
+    trained = trained_parameters(config, size) if config.model.lora.rank else whole
+    critic = whole if recipe_of(config.algorithm.name).critic else 0
+    kept = 12.0 * (trained + critic)  # a master and two moments in float32
     if config.trainer.backend is TrainerBackendName.MEGATRON:
         kept /= config.trainer.ranks
     elif rank:

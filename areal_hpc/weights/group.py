@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from areal_hpc.accelerator import card_here
 from areal_hpc.buckets import Bucket
 from areal_hpc.collective import broadcast, host_store, interfaces, join_group, leave_group, name_at
 from areal_hpc.errors import WeightUpdateError
@@ -21,6 +22,9 @@ from areal_hpc.weights.membership import Call, Membership
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+GRACE_S = 5.0
+"""Rank 0's operation ends by its own limit where it can, so that its error is the one that is told."""
 
 
 class WeightGroup:
@@ -53,7 +57,8 @@ class WeightGroup:
         members = self.membership.members
         timeout_s = self.membership.timeout_s
         store = host_store(self._host, timeout_s=timeout_s)
-        self._name = name_at(store, next(self._names))
+        card = card_here()  # rank 0 has the first device that it sees, which is the current one of every thread
+        self._name = name_at(store, next(self._names), card)
         address = GroupAddress(
             host=self._host,
             port=store.port,
@@ -65,7 +70,7 @@ class WeightGroup:
         offsets = dict(zip((target.name for target in members), itertools.accumulate(sizes, initial=1), strict=False))
 
         def join() -> None:
-            self._group = join_group(address, 0, timeout_s, store)
+            self._group = join_group(address, 0, timeout_s, store, card=card)
 
         place = f" (rank 0 waits at {self._host}:{store.port}: {interfaces(self._backend)})"
         await self._together("join", join, lambda target: target.join(address, offsets[target.name]), place)
@@ -108,14 +113,15 @@ class WeightGroup:
         mine = asyncio.create_task(_in_thread(what, ours))
         calls = {asyncio.create_task(self.membership.attempt(t, what, theirs)): t for t in self.membership.members}
         try:
-            await asyncio.wait({mine, *calls}, return_when=asyncio.FIRST_EXCEPTION)
+            limit_s = self.membership.timeout_s + GRACE_S
+            await asyncio.wait({mine, *calls}, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             for task in (mine, *calls):
                 task.cancel()
             await asyncio.gather(mine, *calls, return_exceptions=True)
             self._abandon()  # its members are in the middle of something
             raise
-        if any(task.done() and task.exception() for task in (mine, *calls)):
+        if not mine.done() or any(task.done() and task.exception() for task in (mine, *calls)):
             guilty = await self._break_up(mine, calls)
             own_error = mine.exception() if mine.done() else WeightUpdateError(f"rank 0 hangs where it was to {what}")
             mine.cancel()  # the thread stays where it is, and nobody wants it any more

@@ -211,3 +211,35 @@ def test_a_matrix_product_does_not_depend_on_where_its_operands_lie() -> None:
         [sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class Part:
+    """A GPU as torch tells of it; of parts of one (MIG) only the UUIDs differ."""
+
+    pci_domain_id, pci_bus_id, pci_device_id = 1, 0x1A, 3
+
+    def __init__(self, uuid: str = "") -> None:
+        self.uuid = uuid
+
+
+def test_parts_of_one_gpu_are_one_card_and_another_gpu_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Part()
+    other.pci_bus_id = 0x1B
+    unknown = Part()
+    unknown.pci_domain_id = unknown.pci_bus_id = unknown.pci_device_id = 0  # of a chip that has no bus
+    gpus = [Part("MIG-1"), Part("MIG-2"), other, unknown]
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CUDA)
+    monkeypatch.setattr(accelerator.socket, "gethostname", lambda: "node-3")
+    monkeypatch.setattr(accelerator, "_boot", lambda: "5f0c1d2e-77aa")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    cards = []
+    for index in range(len(gpus)):
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda index=index: index)
+        cards.append(accelerator.card_here())
+    first = "GPU 0001:1a:03 of node-3 (boot 5f0c1d2e)"
+    assert cards == [first, first, "GPU 0001:1b:03 of node-3 (boot 5f0c1d2e)", ""]
+
+
+def test_a_cpu_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CPU)
+    assert accelerator.card_here() == ""

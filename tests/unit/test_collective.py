@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from areal_hpc import collective
 from areal_hpc.collective import (
     bracketed,
     broadcast,
@@ -227,3 +228,28 @@ def test_torch_is_told_to_remember_operations_in_words_that_it_knows(
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
         assert all(code.find(name.encode() + b"\0") >= 0 for name in names)
+
+
+CARD, OTHER_CARD = "GPU 0000:1a:00 of node-3 (boot 5f0c1d2e)", "GPU 0000:1b:00 of node-3 (boot 5f0c1d2e)"
+
+
+def test_who_comes_to_a_card_that_has_a_member_is_refused_before_nccl_would_and_never_rank_0() -> None:
+    """An engine on rank 0's card, one on a card of its own, and one on that: they come before rank 0 itself does."""
+    store = host_store(timeout_s=LIMIT_S)
+    name = name_at(store, "w-1-0", CARD)
+    address = GroupAddress(host="127.0.0.1", port=store.port, name=name, world_size=4, backend="nccl")
+    with pytest.raises(ConfigError, match=rf"ranks 0 and 1 of group '{name}' .* set weights.transport=disk"):
+        join_group(address, 1, LIMIT_S, card=CARD)
+    place = PrefixStore(name, store)
+    collective._take_card(place, address, 2, OTHER_CARD)
+    with pytest.raises(ConfigError, match="ranks 2 and 3"):
+        join_group(address, 3, LIMIT_S, card=OTHER_CARD)
+    collective._take_card(place, address, 0, CARD)
+
+
+def test_where_tensors_travel_by_the_cpu_members_may_be_on_one_card() -> None:
+    store = host_store(timeout_s=LIMIT_S)
+    name = name_at(store, "w-1-0")
+    PrefixStore(name, store).set(CARD, "1")
+    address = GroupAddress(host="127.0.0.1", port=store.port, name=name, world_size=1, backend="gloo")
+    leave_group(join_group(address, 0, LIMIT_S, store, card=CARD))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -115,4 +117,68 @@ def test_what_a_bucket_has_met_is_told_by_the_next_call_and_what_serves_stays_as
     engine.updates.load_directory(models["new"][0], "3", flush_cache=True, abort_all=False)
     assert QUARANTINE not in engine.scheduler.holds
     assert engine.scheduler.version == "3"
+    sender.close()
+
+
+@contextmanager
+def hanging(engine: EmbeddedEngine) -> Iterator[None]:
+    """Its thread is in one step meanwhile."""
+    begun, over = threading.Event(), threading.Event()
+    step = engine.scheduler.call(lambda: begun.set() or over.wait(LIMIT_S))
+    assert begun.wait(LIMIT_S)
+    try:
+        yield
+    finally:
+        over.set()
+        step.result(LIMIT_S)
+
+
+def in_time(call: Callable[[], object]) -> None:
+    """It is refused well before a person would look for the reason."""
+    late = r"busy for 0\.1 s .* limits\.weight_update_s"
+    with ThreadPoolExecutor(1) as pool, pytest.raises(WeightUpdateError, match=late):
+        pool.submit(call).result(LIMIT_S / 2)
+
+
+def test_an_update_that_ends_while_the_engines_thread_hangs_fails_in_time_and_is_never_put_into_place(
+    make_engine: MakeEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(update_timeout_s=0.1)
+    buckets, _ = buckets_of(models)
+    before = engine.updates.checksums()
+    sender = Sender(engine, buckets, monkeypatch)
+    for gate in sender.gates:
+        gate.set()
+    engine.updates.begin()
+    for number in range(NUM_BUCKETS):
+        sender.send(number).result(LIMIT_S)
+    with hanging(engine):
+        in_time(engine.updates.end)
+        in_time(engine.updates.checksums)
+        in_time(lambda: engine.updates.name_version("7", abort_all=False))
+    assert engine.updates.checksums() == before
+    assert engine.scheduler.version == "1" and QUARANTINE in engine.scheduler.holds
+    monkeypatch.undo()
+    engine.updates.load_directory(models["new"][0], "3", flush_cache=True, abort_all=False)
+    assert engine.scheduler.version == "3" and QUARANTINE not in engine.scheduler.holds
+    sender.close()
+
+
+def test_a_bucket_that_fails_while_the_engines_thread_hangs_is_told_and_the_engine_serves_nothing_once_it_is_back(
+    make_engine: MakeEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(update_timeout_s=0.1)
+    buckets, _ = buckets_of(models)
+    buckets[0].buffer[0] ^= 1
+    sender = Sender(engine, buckets, monkeypatch)
+    for gate in sender.gates:
+        gate.set()
+    engine.updates.begin()
+    with hanging(engine):
+        sender.send(0).result(LIMIT_S)
+        with pytest.raises(WeightUpdateError, match="arrived with other bytes than were sent"):
+            sender.send(1).result(LIMIT_S)
+        assert QUARANTINE not in engine.scheduler.holds
+    engine.updates.checksums()  # the thread has done what was asked for before
+    assert QUARANTINE in engine.scheduler.holds
     sender.close()

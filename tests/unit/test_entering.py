@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.collective import host_store, join_group, leave_group
+from areal_hpc.collective import host_store, join_group, leave_group, name_at
+from areal_hpc.errors import ConfigError
 from areal_hpc.generation.served import entering as module
 from areal_hpc.generation.served.entering import entering, leave
 from areal_hpc.generation.vllm.worker import Receiver
@@ -37,9 +38,9 @@ def others_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until this is set no group forms."""
     came = threading.Event()
 
-    def join_late(address: GroupAddress, rank: int, limit_s: float) -> Any:
+    def join_late(address: GroupAddress, rank: int, limit_s: float, *, card: str) -> Any:
         assert came.wait(LIMIT_S)
-        return join_group(address, rank, limit_s)
+        return join_group(address, rank, limit_s, card=card)
 
     monkeypatch.setattr(module, "join_group", join_late)
     return came
@@ -107,3 +108,15 @@ def test_a_worker_of_vllm_keeps_no_group_whose_join_was_given_up(
     assert not is_left(group)
     worker.areal_leave(address.name)
     assert (worker.areal_arrivals.groups, worker.areal_entries, is_left(group)) == ({}, {}, True)
+
+
+def test_a_worker_enters_by_its_own_device_and_not_by_that_of_the_thread(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is the first that it sees, for all workers of an engine; so two on one card are refused, and no others."""
+    worker = threading.current_thread()
+    monkeypatch.setattr(module, "card_here", lambda: "card 3" if threading.current_thread() is worker else "card 0")
+    name = name_at(store, "w-7-1", "card 3")
+    address = GroupAddress(**asdict(ADDRESS) | {"port": store.port, "name": name, "backend": "nccl", "world_size": 2})
+    with pytest.raises(ConfigError, match=r"ranks 0 and 1 of group .* are both on card 3"):
+        entering(address, 1, LIMIT_S).result(LIMIT_S)

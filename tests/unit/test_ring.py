@@ -310,10 +310,14 @@ def test_no_ticket_is_given_while_space_is_short_and_the_trainer_says_so(
     monkeypatch.setattr(
         os, "statvfs", lambda _: os.statvfs_result((block, block, 1000, free_mib[0], free_mib[0], 0, 0, 0, 0, 255))
     )
+    assert writer.lacks() == ("a free ticket", "")
     assert writer.try_reserve(0) is None
-    assert "no new prompt is begun, since" in reader.waiting_for() and "has 100 MiB left" in reader.waiting_for()
+    short = f"{run.ring} has 100 MiB left, less than the 256 MiB of buffer.min_free_mb"
+    assert f"no new prompt is begun, since {short}: free space there" in reader.waiting_for()
+    assert writer.lacks() == ("space on the disk", short), "nothing is in flight, and nobody else would say why"
     free_mib[0] = 300
     assert writer.try_reserve(0) is not None
+    assert writer.lacks() == ("a free ticket", "")
     assert "no new prompt" not in reader.waiting_for()
 
 

@@ -148,9 +148,9 @@ def test_a_group_that_is_left_while_it_forms_has_no_member_here_once_it_has(
 ) -> None:
     come, joined = threading.Event(), list[Any]()
 
-    def join_late(address: GroupAddress, rank: int, limit_s: float) -> Any:
+    def join_late(address: GroupAddress, rank: int, limit_s: float, *, card: str) -> Any:
         assert come.wait(LIMIT_S)
-        joined.append(join_group(address, rank, limit_s))
+        joined.append(join_group(address, rank, limit_s, card=card))
         return joined[0]
 
     monkeypatch.setattr(entering, "join_group", join_late)

@@ -63,3 +63,32 @@ def test_fault_46_an_entry_without_a_limit_is_given_up_and_who_died_is_named(hel
 
     with pytest.raises(WeightUpdateError, match="it has died"):
         asyncio.run(update(bucket))
+
+
+class Taker(Engine):
+    """Says that it has taken what rank 0 is still to send."""
+
+    async def leave(self, group_name: str) -> None: ...
+
+    async def load_bucket(self, group_name: str, specs: Sequence[TensorSpec]) -> None: ...
+
+
+def test_where_all_engines_are_through_and_rank_0_hangs_the_wait_ends_and_no_engine_is_blamed(
+    held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    [bucket] = plan_buckets([("w", torch.ones(3))], 100)
+
+    async def update() -> None:
+        engines = [cast(WeightTarget, Taker())]
+        names = (f"w-1-{number}" for number in count())
+        group = WeightGroup(Membership(engines, LIMIT_S), names=names, backend="nccl", host="127.0.0.1")
+        await group.gather()
+        try:
+            await asyncio.wait_for(group.send(bucket), 60.0)
+        finally:
+            assert not group.membership.lost and group._group is None, "the next publication makes another group"
+            held.set()
+
+    with pytest.raises(WeightUpdateError, match="rank 0 hangs where it was to load a bucket"):
+        asyncio.run(update())

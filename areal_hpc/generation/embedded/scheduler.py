@@ -73,16 +73,22 @@ class Scheduler:
     def alive(self) -> bool:
         return self._open and self._thread.is_alive()
 
-    def call(self, action: Callable[[], T]) -> Future[T]:
+    def call(self, action: Callable[[], T], *, revocable: bool = False) -> Future[T]:
         """Run ``action`` in the engine's thread between two steps; the future holds its result or exception.
+
+        Args:
+            revocable: whether the future can be cancelled until it is this action's turn.
 
         Raises:
             GenerationError: the engine has ended; the cause is chained.
         """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # from here on nobody who gives up waiting can cancel it
+        if not revocable:
+            future.set_running_or_notify_cancel()  # from here on nobody who gives up waiting can cancel it
 
         def perform() -> None:
+            if revocable and not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action())
             except Exception as error:  # it belongs to the caller, who gets it from the future

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -219,8 +219,24 @@ class WeightUpdates:
     # -- with the scheduler
 
     def _call(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns, in the engine's thread.
+
+        Raises:
+            WeightUpdateError: it was not its turn in time, and it never will be: by then it might meet another update.
+        """
+        future = self._scheduler.call(action, revocable=True)
+        if not self._waited_for(future):
+            future.cancel()
+            raise WeightUpdateError(
+                f"the engine's thread was busy for {self._timeout_s:g} s with one step; raise "
+                "limits.weight_update_s if its steps may take so long"
+            )
+        return future.result()
+
+    def _waited_for(self, future: Future[Any]) -> bool:
+        """Whether it is done in time."""
         with waiting("the engine's thread to take weights", limit_s=self._timeout_s):
-            return self._scheduler.call(action).result()
+            return bool(wait([future], self._timeout_s).done)
 
     def _serve(self, version: str | None, *, flush_cache: bool, whole: bool) -> None:
         def go_on() -> None:
@@ -231,10 +247,17 @@ class WeightUpdates:
             if version is not None and QUARANTINE not in self._scheduler.holds:
                 self._scheduler.set_version(version)
 
-        self._call(go_on)
+        try:
+            self._call(go_on)
+        except WeightUpdateError:  # its thread hangs; when it comes back, the trainer has newer weights
+            self._scheduler.call(self._scheduler.quarantine)
+            raise
 
     def _quarantine(self) -> None:
-        self._call(self._scheduler.quarantine)
+        """At once, or as soon as the engine's thread is through with its step: no caller takes that back."""
+        future = self._scheduler.call(self._scheduler.quarantine)
+        if self._waited_for(future):
+            future.result()
 
     def _or_quarantine(self, take: Callable[[], T]) -> T:
         try:

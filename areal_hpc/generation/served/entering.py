@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from areal_hpc.accelerator import card_here
 from areal_hpc.collective import join_group, leave_group
 from areal_hpc.transfer import GroupAddress
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def entering(address: GroupAddress, rank: int, limit_s: float) -> Future[ProcessGroup]:
-    """Begin to enter. The thread is one of its own: an entry that nobody wants any more must not be waited for.
+    """Begin to enter, by the device of the thread that calls. The one that enters is of its own: an entry that nobody
+    wants any more must not be waited for.
 
     Args:
         limit_s: longest time of the entry, and then of each operation on the group.
     """
     pool = ThreadPoolExecutor(1, "joining")
-    entry = pool.submit(join_group, address, rank, limit_s)
+    entry = pool.submit(join_group, address, rank, limit_s, card=card_here())
     pool.shutdown(wait=False)
     return entry
 

@@ -72,6 +72,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     if not here:
         accelerator.require_bound(1)
     device = accelerator.take_device(local[0])
+    card = accelerator.card_here()
     if config.trainer.ranks == 1 and not config.trainer.torchrun_variables:
         process.publish_endpoint({})
         return Ranks(device=device)
@@ -96,7 +97,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
     )
     others = [f"trainer-{rank}" for rank in range(config.trainer.ranks) if rank != process.index]
     with waiting("the ranks' group to form", *others, limit_s=timeout_s):
-        return Ranks(join_group(address, process.index, timeout_s, store, vital=True), device)
+        return Ranks(join_group(address, process.index, timeout_s, store, vital=True, card=card), device)
 
 
 def make_backend(config: Config, ranks: Ranks, *, whole: bool = False) -> TrainerBackend:
