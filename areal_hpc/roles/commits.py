@@ -17,8 +17,9 @@ One atomic commit holds all state of the run. What is in it, and what is not and
     what a prompt position means                state.json, ``prompts``. The stream is arithmetic on positions and never
                                                 ends, so it has no cursor and no end to remember. Prompts in flight are
                                                 those not consumed: they are issued again, or found sealed in the ring
-    fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served;
-                                                ``merged``: whether adapters were part of it
+    fingerprint of the weights on the engines   state.json, ``weights``: what is loaded must be what was served; null
+                                                where no engine proves what it gets. ``merged``: whether adapters were
+                                                part of it
     configuration                               config.yaml, its digest in state.json
     evaluations asked for and not finished      state.json, ``evaluations``; a result is a file with (attempt, step)
     which run of a tracker this is              state.json, ``trackers``: the id at Weights & Biases

@@ -168,7 +168,7 @@ class Member:
     ) -> None:
         self.process, self.ranks, self.backend, self.side = process, ranks, backend, side
         self.parent = parent
-        self.fingerprint: int | None = None  # of the weights that the engines have; None where none has the newest
+        self.fingerprint: int | None = None  # of what the engines have; None where none has the newest, or proves it
         self.commits = Commits(process=process, ranks=ranks, backend=backend, side=side, newest=parent)
         self.archiver = None if side is None else side.archiver
 
@@ -179,7 +179,7 @@ class Member:
             if self.ranks.share(told is not None):
                 break
         if self.side is not None:
-            # Also engines that have the weights need not prove them: SGLang on a GPU, unless it keeps a copy of them.
+            # SGLang on a GPU proves nothing unless it keeps a copy of its weights.
             self.fingerprint = int(told["fingerprint"]) if told and "fingerprint" in told else None
         if self.parent is not None and version == self.parent.version.step:
             self._require_same_weights(self.parent)
