@@ -37,6 +37,7 @@ LOGIN = "login"
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 LONGEST_SOCKET_PATH = 100  # of the 108 bytes that the kernel allows
 LIMIT_S = 90.0
+ASK_S = 0.5  # between questions to the controller: each is a process, on cores that the runs under test need
 
 # The first process of a node: sets the node up, says so, then reaps orphans for ever (a `sleep` would not).
 # Its /proc is still the host's when it reads its own pid.
@@ -154,7 +155,7 @@ class SlurmCluster:
             now = self.job(job_id)[0]["JobState"]
             return now if now in states else ""
 
-        return str(wait_for(f"job {job_id} to be {' or '.join(states)}", state, limit_s, 0.2))
+        return str(wait_for(f"job {job_id} to be {' or '.join(states)}", state, limit_s, ASK_S))
 
     @contextmanager
     def without_controller(self) -> Iterator[None]:
