@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
 import pytest
-from launched import STEPS, Launched, launched, until
-from real_engines import REAL, START_S, RealEngine
+from launched import STEPS, Launched, launched, newest_checkpoint, until
+from real_engines import REAL, SGLANG, START_S, RealEngine
 from test_joined_run import satellite
 from test_live_roles import engine_events
 from tiny_models import make_model
 
 from areal_hpc.exits import EXIT_DONE
 from areal_hpc.generation.external.process import LAUNCHER
+from areal_hpc.generation.sglang.plugin import ORDER
 from areal_hpc.report import prove_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1000)]
@@ -85,5 +87,29 @@ def test_a_real_engine_joins_a_run_that_has_none_and_serves_it_to_its_end(tmp_pa
         assert [record.number("step") for record in steps] == list(range(1, STEPS + 1))
         assert max(record.number("logprob_gap") or 0.0 for record in steps) < LARGEST_GAP
         assert [event["engine"] for event in engine_events(started, "joined")] == ["generator-0"]
+        proof = prove_run(started.run)
+        assert proof.proven, proof.violations
+
+
+@pytest.mark.sglang
+def test_a_run_publishes_to_an_sglang_that_takes_weights_as_sglang_itself_does(tmp_path: Path) -> None:
+    """The default on a GPU: it pauses while they come, keeps no copy, and proves nothing of what came. On a CPU it
+    would stage them, so that its environment tells it otherwise here."""
+    assert not SGLANG.unusable(), SGLANG.unusable()
+    make_model(tmp_path / "model", "llama", seed=3, num_attention_heads=2, num_key_value_heads=1)
+    order = json.dumps({"limit_s": 60.0, "stages": False})
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{ORDER}='{order}' exec {SGLANG.python} \"$@\"\n", encoding="utf-8")
+    python.chmod(0o700)
+    words = ["generation.backend=sglang", f"generation.python={python}", "generation.max_running=8"]
+    words += ["weights.transport=broadcast", "buffer.max_staleness=0"]
+    words += [f"limits.start_s={START_S}", f"limits.stall_s={LIMIT_S}"]
+    with launched(tmp_path, tmp_path / "model", *words) as started:
+        assert started.wait(LIMIT_S) == 0, started.text
+        steps = started.records("step")
+        assert [record.number("step") for record in steps] == list(range(1, STEPS + 1))
+        assert max(record.number("logprob_gap") or 0.0 for record in steps) < LARGEST_GAP
+        assert newest_checkpoint(started.run).state["weights"] is None, "nobody knows what the engine got"
+        assert started.records("restart") == []
         proof = prove_run(started.run)
         assert proof.proven, proof.violations
