@@ -32,7 +32,7 @@ from areal_hpc.proxy.exports import exported
 from areal_hpc.proxy.online import Online
 from areal_hpc.proxy.outgoing import Progress, outgoing
 from areal_hpc.proxy.page import Board, page_routes
-from areal_hpc.proxy.requests import Refused, given, number
+from areal_hpc.proxy.requests import Refused, given, number, own_fault
 from areal_hpc.proxy.responses import RESPONSES, input_items, page_of
 from areal_hpc.proxy.sessions import Session, Sessions
 from areal_hpc.proxy.stored import Stored
@@ -92,14 +92,21 @@ async def serve(service: Service, *, host: str = "127.0.0.1", port: int = 0) -> 
 
 @web.middleware
 async def refusals_in_shape(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """What the web framework refuses (a path or a method that is not served) in the API's own shape as well."""
+    """What the web framework refuses (a path or a method that is not served) in the API's own shape as well, and what
+    is an error of ours."""
     try:
         response: web.StreamResponse = await handler(request)
     except web.HTTPClientError as error:
-        api = MESSAGES if request.path.startswith("/v1/messages") else CHAT
         refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
-        return web.json_response(api.refusal(refused), status=error.status)
-    return response
+    except ConnectionError:  # whoever asked has gone
+        raise
+    except Exception as error:
+        log.exception("%s %s was not answered by an error of our own", request.method, request.path)
+        refused = own_fault(error, "ask again")
+    else:
+        return response
+    api = MESSAGES if request.path.startswith("/v1/messages") else CHAT
+    return web.json_response(api.refusal(refused), status=refused.status)
 
 
 class Routes:

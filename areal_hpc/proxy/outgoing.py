@@ -14,7 +14,7 @@ from areal_hpc.dialogue.parts import Parts
 from areal_hpc.errors import GenerationError
 from areal_hpc.proxy.calls import Call, Told
 from areal_hpc.proxy.events import KEEP_ALIVE, Stream
-from areal_hpc.proxy.requests import Refused
+from areal_hpc.proxy.requests import Refused, own_fault
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,6 @@ def _broken_off(call: Call, error: Exception) -> Refused:
     refused = error
     if not isinstance(refused, Refused):
         log.error("an answer in session %s broke off by an error of our own", call.session.id, exc_info=error)
-        what = f"the service itself failed ({type(error).__name__}), and its log says how; start another session"
-        refused = Refused(500, what, code="internal_error")
+        refused = own_fault(error, "start another session")
     call.session.broken = f"an answer broke off after its beginning had been sent: {refused}"
     return refused

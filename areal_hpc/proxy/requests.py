@@ -38,6 +38,12 @@ class Refused(Exception):
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
 
+def own_fault(error: Exception, advice: str) -> Refused:
+    """What a client is told of an error that nobody foresaw; the log has all of it."""
+    what = f"the service itself failed ({type(error).__name__}), and its log says how; {advice}"
+    return Refused(500, what, code="internal_error")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Which tool the model must call: ``auto`` as it likes, ``none``, ``required`` any, or ``tool`` a named one."""

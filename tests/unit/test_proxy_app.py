@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from served import USER, run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.dialogue.transcript import Transcript
 
 
 def test_H5_headers_are_the_servers_own_and_there_once(hermes: ChatRenderer) -> None:
@@ -56,6 +58,24 @@ def test_what_is_not_served_is_refused_in_the_apis_own_shape(
                 told = await answer.json()
                 assert (answer.status, told["error"]["type"]) == (status, kind)
                 assert ("type" in told) == path.startswith("/v1/messages")  # Anthropic's has a type of its own
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/v1/chat/completions", "server_error"), ("/v1/messages", "api_error")])
+def test_an_error_of_our_own_is_told_in_the_apis_own_shape_and_logged(
+    hermes: ChatRenderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str, kind: str
+) -> None:
+    def raises(*_: Any) -> None:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            monkeypatch.setattr(Transcript, "commit", raises)
+            status, told = await service.post(path, {"messages": [USER], "max_tokens": 9})
+            assert (status, told["error"]["type"]) == (500, kind)
+            assert "ask again" in told["error"]["message"] and "foresaw" not in told["error"]["message"]
+            assert "nobody foresaw this" in caplog.text and service.session.num_open == 0
 
     run(scenario())
 
