@@ -22,6 +22,12 @@ settings.register_profile("busy", deadline=None)  # how long an example takes sa
 settings.load_profile("busy")
 
 
+def pytest_configure() -> None:
+    """Whoever is started in the background of a shell ignores SIGINT, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without an environment for an engine its tests are skipped and say why, but not where they are asked for.
 
