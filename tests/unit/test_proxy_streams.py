@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 from dialogues import said
 from served import ADD, ADMIN, CALL, STREAMS, USER, Gated, Served, events, run, served, text_of
@@ -31,6 +33,18 @@ async def read_events(answer: Any, path: str, wanted: int) -> list[str]:
     return texts
 
 
+@asynccontextmanager
+async def begun(hermes: ChatRenderer, path: str) -> AsyncIterator[tuple[Gated, Served, aiohttp.ClientResponse]]:
+    """An answer of three tokens, of which the client has got the first."""
+    engine = Gated(said(hermes, "abc"))
+    engine.next()
+    async with served(hermes, [], generator=engine) as service:
+        body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
+        async with service.http.post(service.url + path, json=body, headers=headers) as answer:
+            assert await read_events(answer, path, 1) == ["a"]
+            yield engine, service, answer
+
+
 @pytest.mark.parametrize("path", STREAMS)
 def test_H2_tokens_are_sent_as_they_come_and_a_turn_is_kept_before_its_end_is_told(
     hermes: ChatRenderer, path: str
@@ -38,24 +52,17 @@ def test_H2_tokens_are_sent_as_they_come_and_a_turn_is_kept_before_its_end_is_to
     """A client may hang up on the terminal event."""
 
     async def scenario() -> None:
-        engine = Gated(said(hermes, "abc"))
-        async with served(hermes, [], generator=engine) as service:
-            headers = {"Authorization": f"Bearer {service.session.key}"}
+        async with begun(hermes, path) as (engine, service, answer):
             engine.next()
-            async with service.http.post(
-                service.url + path, json=STREAMS[path] | {"stream": True}, headers=headers
-            ) as answer:
-                assert await read_events(answer, path, 1) == ["a"]
-                engine.next()
-                assert await read_events(answer, path, 1) == ["b"]
-                assert service.session.transcript.turns == []
-                engine.next()
-                engine.next()
-                assert await read_events(answer, path, 1) == ["c"]
-                terminal = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
-                while terminal.get(path, b'"finish_reason": "stop"') not in (await answer.content.readline()):
-                    pass
-                assert len(service.session.transcript.turns) == 1
+            assert await read_events(answer, path, 1) == ["b"]
+            assert service.session.transcript.turns == []
+            engine.next()
+            engine.next()
+            assert await read_events(answer, path, 1) == ["c"]
+            terminal = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
+            while terminal.get(path, b'"finish_reason": "stop"') not in (await answer.content.readline()):
+                pass
+            assert len(service.session.transcript.turns) == 1
 
     run(scenario())
 
@@ -65,14 +72,9 @@ def test_H3_an_answer_that_breaks_off_does_not_look_like_an_end_and_is_not_train
     hermes: ChatRenderer, path: str
 ) -> None:
     async def scenario() -> None:
-        engine = Gated(said(hermes, "abc"))
-        engine.next()
-        async with served(hermes, [], generator=engine) as service:
-            body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
-            async with service.http.post(service.url + path, json=body, headers=headers) as answer:
-                assert await read_events(answer, path, 1) == ["a"]
-                engine.next(fail=True)
-                text = await answer.text()
+        async with begun(hermes, path) as (engine, service, answer):
+            engine.next(fail=True)
+            text = await answer.text()
             assert answer.status == 200 and "the engine is gone" in text
             for end in ("[DONE]", "response.completed", "message_stop", '"finish_reason": "stop"'):
                 assert end not in text
@@ -111,16 +113,11 @@ def test_an_error_of_our_own_ends_a_stream_as_an_error_and_its_session_is_not_tr
     """Also after the turn was committed: the client has not got what it would be rewarded for."""
 
     async def scenario() -> None:
-        engine = Gated(said(hermes, "abc"))
-        engine.next()
-        async with served(hermes, [], generator=engine) as service:
-            body, headers = STREAMS[path] | {"stream": True}, {"Authorization": f"Bearer {service.session.key}"}
-            async with service.http.post(service.url + path, json=body, headers=headers) as answer:
-                assert await read_events(answer, path, 1) == ["a"]
-                spoil(monkeypatch, engine, path, where)
-                for _ in said(hermes, "abc")[1:]:
-                    engine.next()
-                rest = events((await answer.text()).lstrip())  # which raises if the connection breaks off
+        async with begun(hermes, path) as (engine, service, answer):
+            spoil(monkeypatch, engine, path, where)
+            for _ in said(hermes, "abc")[1:]:
+                engine.next()
+            rest = events((await answer.text()).lstrip())  # which raises if the connection breaks off
             name, last = rest[-1]
             if path == "/v1/responses":
                 assert (name, last["response"]["error"]["code"]) == ("response.failed", "server_error")

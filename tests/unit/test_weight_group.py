@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from areal_hpc.buckets import Bucket, plan_buckets
+from areal_hpc.buckets import plan_buckets
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import GroupAddress, TensorSpec
@@ -47,22 +47,28 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
     over.set()
 
 
-def test_fault_46_an_entry_without_a_limit_is_given_up_and_who_died_is_named(held: threading.Event) -> None:
+def group_after_an_update(engine: Engine, held: threading.Event, words: str) -> WeightGroup:
+    """Of rank 0 and this engine, after a bucket whose sending has failed with these words."""
     [bucket] = plan_buckets([("w", torch.ones(3))], 100)
+    names = (f"w-1-{number}" for number in count())
+    membership = Membership([cast(WeightTarget, engine)], LIMIT_S)
+    group = WeightGroup(membership, names=names, backend="nccl", host="127.0.0.1")
 
-    async def update(bucket: Bucket) -> None:
-        engines = [cast(WeightTarget, Engine())]
-        names = (f"w-1-{number}" for number in count())
-        group = WeightGroup(Membership(engines, LIMIT_S), names=names, backend="nccl", host="127.0.0.1")
+    async def update() -> None:
         await group.gather()
         try:
             await asyncio.wait_for(group.send(bucket), 60.0)
         finally:
-            assert list(group.membership.lost) == ["engine-0"]
             held.set()  # or the loop would wait for the thread at its end
 
-    with pytest.raises(WeightUpdateError, match="it has died"):
-        asyncio.run(update(bucket))
+    with pytest.raises(WeightUpdateError, match=words):
+        asyncio.run(update())
+    return group
+
+
+def test_fault_46_an_entry_without_a_limit_is_given_up_and_who_died_is_named(held: threading.Event) -> None:
+    group = group_after_an_update(Engine(), held, "it has died")
+    assert list(group.membership.lost) == ["engine-0"]
 
 
 class Taker(Engine):
@@ -77,18 +83,5 @@ def test_where_all_engines_are_through_and_rank_0_hangs_the_wait_ends_and_no_eng
     held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.1)
-    [bucket] = plan_buckets([("w", torch.ones(3))], 100)
-
-    async def update() -> None:
-        engines = [cast(WeightTarget, Taker())]
-        names = (f"w-1-{number}" for number in count())
-        group = WeightGroup(Membership(engines, LIMIT_S), names=names, backend="nccl", host="127.0.0.1")
-        await group.gather()
-        try:
-            await asyncio.wait_for(group.send(bucket), 60.0)
-        finally:
-            assert not group.membership.lost and group._group is None, "the next publication makes another group"
-            held.set()
-
-    with pytest.raises(WeightUpdateError, match="rank 0 hangs where it was to load a bucket"):
-        asyncio.run(update())
+    group = group_after_an_update(Taker(), held, "rank 0 hangs where it was to load a bucket")
+    assert not group.membership.lost and group._group is None, "the next publication makes another group"
