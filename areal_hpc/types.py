@@ -36,6 +36,9 @@ TokenLogprob = tuple[float, int]
 NOT_SAMPLED = -1
 """Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
 
+MAX_SEED = 1 << 31
+"""Sampling seeds, of episodes and of their turns, stay below this."""
+
 
 class StopReason(StrEnum):
     """Why a completion ended."""

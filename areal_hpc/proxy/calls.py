@@ -27,10 +27,8 @@ from areal_hpc.errors import DataError, GenerationError, RequestRefused
 from areal_hpc.proxy.requests import Ask, Refused, with_schema
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.stored import Stored
-from areal_hpc.types import Completion, GenerationRequest, Message, Sampling, StopReason
+from areal_hpc.types import MAX_SEED, Completion, GenerationRequest, Message, Sampling, StopReason
 
-MAX_SEED = 1 << 31
-"""Seeds of turns stay below this, as the seeds of episodes do."""
 Tell = Callable[[int, Parts], None]
 """Told, for a choice by its number, all that is certain of it so far."""
 

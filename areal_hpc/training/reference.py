@@ -182,9 +182,6 @@ class ReferenceBackend:
         head = model.get_output_embeddings().weight  # [V, H]
         return token_logprobs(predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=with_entropy)
 
-    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
-
     # Training
 
     def train_step(self, minibatches: Sequence[Batch]) -> Mapping[str, float]:
