@@ -55,7 +55,8 @@ def no_expert(dtype: np.typing.DTypeLike) -> int:
 
 
 def check_record(record: Record | None, num_tokens: int) -> None:
-    """
+    """Check that ``record``, if there is one, has the shape and type of a record.
+
     Raises:
         ValueError: it is not a record of so many tokens.
     """

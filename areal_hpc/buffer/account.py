@@ -37,7 +37,8 @@ class Shortage(NamedTuple):
 
 
 class Account:
-    """
+    """The tickets and bytes of all writers.
+
     Args:
         live: by slot, the chain that its writer adds to.
         retired: chains with files that nobody writes any more.

@@ -328,7 +328,8 @@ class GroupCommit:
         return self._error is not None
 
     def check(self) -> None:
-        """
+        """Check that commits succeed, or have failed for a short time only.
+
         Raises:
             RunDirError: the chain has not been writable for ``patience_s``, or never will be.
         """

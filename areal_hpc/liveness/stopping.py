@@ -85,7 +85,8 @@ def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:
 
 
 def refuse_living_owner(run: RunDir, newest: int) -> None:
-    """
+    """Check that no other process is at work on the run.
+
     Raises:
         RunDirError: attempt ``newest`` is at work, as far as can be known from here; names its process and user.
     """

@@ -234,7 +234,8 @@ class Commits:
         )
 
     def require_room(self) -> None:
-        """
+        """Check that the ring still has room for new groups, or will have some after the checkpoint under way.
+
         Raises:
             ConfigError: no group can come any more, since the ring has no room, and no checkpoint is under way.
         """

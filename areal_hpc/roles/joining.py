@@ -252,13 +252,15 @@ def _next_standing(run: RunDir, after: int, wait_s: float | None, signals: Signa
 
 
 def _refuse_namesake(run: RunDir, after: int, pulse: Pulse) -> None:
-    """
+    """Check that the run's launcher is not on another machine with this machine's hostname.
+
+    Whoever asks here for the launcher's process would find none and take the run for dead, although it is not.
+
     Args:
         pulse: of the newest attempt's trainer.
 
     Raises:
-        RunDirError: a launcher at work is on another machine of this one's name: all that is asked of its process here
-            says that it is gone, while hearts of the run beat.
+        RunDirError: it is; names both machines.
     """
     attempt = run.newest_attempt() if run.attempts.is_dir() else None
     if attempt is None or attempt.epoch <= after:
@@ -351,7 +353,8 @@ class _Visit:
 
 
 def require_joinable(run: RunDir, config: Config) -> None:
-    """
+    """Check that the run takes engines from here, and that they can be started here.
+
     Raises:
         RunDirError: the run's secret is another user's, or lies open to others.
         ConfigError: the run takes no engines from outside, or they cannot be started here.

@@ -34,9 +34,11 @@ Learn = Callable[[Sequence[Batch], Sequence[int], float], dict[str, float]]
 
 
 class Progress:
-    """
+    """The trainer's step, its KL coefficient, and the order in which a step is computed.
+
     Args:
-        terms: of adapters, on which what is saved can be gone on from; nothing where there are none.
+        terms: what must be the same for a checkpoint of adapters to be loaded (``pretrained.lora.terms_of``); empty
+            where no adapters are trained.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, trainer: TrainerConfig, terms: Mapping[str, Any]) -> None:

@@ -77,7 +77,8 @@ def last_step(config: Config) -> int:
 
 
 def check_replay(config: Config) -> None:
-    """
+    """Check that everything that the replay will read is there.
+
     Raises:
         RunDirError, CheckpointError, DataError: the other run, its checkpoint or one of the steps is not there, or
             another mixture sampled it.

@@ -69,7 +69,8 @@ class SplitAdapters:
         layer.register_forward_hook(self._before_split)
 
     def _add(self, layer: Any, name: str, shape: tuple[int, int], *, split: int | None) -> None:
-        """
+        """Give the layer one of its adapter's two matrices, of ``shape`` [outputs, inputs].
+
         Args:
             split: the dimension that tensor-parallel ranks share; None where each has the whole.
         """
