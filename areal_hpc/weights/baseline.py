@@ -21,7 +21,7 @@ from areal_hpc.delta import Weight, difference
 from areal_hpc.transfer import TensorSpec
 
 
-class Baseline:
+class DeltaBaseline:
     """The copy, and for whom it holds.
 
     Args:

@@ -30,7 +30,7 @@ from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import TensorSpec
 from areal_hpc.weights.ahead import AHEAD, Ahead
-from areal_hpc.weights.baseline import Baseline, sent
+from areal_hpc.weights.baseline import DeltaBaseline, sent
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
 
@@ -60,7 +60,7 @@ class BroadcastTransport:
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 120.0,
         host: str = "127.0.0.1",
-        baseline: Baseline | None = None,
+        baseline: DeltaBaseline | None = None,
         stands_for: int | None = None,
     ) -> None:
         self.membership = Membership(targets, timeout_s)

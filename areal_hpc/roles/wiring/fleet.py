@@ -46,7 +46,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
 """Until an engine that failed is tried again: doubled each time that it fails."""
 
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to its end."""
 
 
@@ -92,7 +92,7 @@ class Fleet:
         engines: Sequence[Engine],
         transport: WeightTransport,
         *,
-        run: Run,
+        run: RunCoroutine,
         look: Look = nobody_comes_or_goes,
         wait_s: float,
         desert_s: float | None = None,
