@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.routing import Record, check_record
+from areal_hpc.routing import ExpertRecord, check_record
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -148,7 +148,7 @@ class Completion:
     text: str = ""
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """[T] of up to ``num_top`` each, the likeliest first; empty where none were asked for."""
-    experts: Record | None = None  # [R, L, K], of the last R tokens of request and answer: from experts_from on
+    experts: ExpertRecord | None = None  # [R, L, K], of the last R tokens of request and answer: from experts_from on
 
     def __post_init__(self) -> None:
         if not self.token_ids.shape == self.logprobs.shape == self.versions.shape:
@@ -173,7 +173,7 @@ class Trajectory:
     reward: float
     stop: StopReason
     episode: int = 0  # which episode of its group; the branches of one episode share it
-    experts: Record | None = None  # [T, L, K]
+    experts: ExpertRecord | None = None  # [T, L, K]
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
@@ -340,7 +340,7 @@ class Batch:
     values: Float32Array | None = None  # the critic's, of the state before each token
     returns: Float32Array | None = None  # what the critic is to learn
     eligible: BoolArray | None = None  # trainable tokens that the algorithm does not leave out
-    experts: Record | None = None  # [T, L, K], what the policy's routers are to choose
+    experts: ExpertRecord | None = None  # [T, L, K], what the policy's routers are to choose
 
     def __post_init__(self) -> None:
         for name, array in self._per_token().items():

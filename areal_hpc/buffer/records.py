@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.routing import Record, joined
+from areal_hpc.routing import ExpertRecord, joined
 from areal_hpc.types import NOT_SAMPLED, Baseline, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 HEADER = struct.Struct("<4sBBHIIQQII")
@@ -261,7 +261,9 @@ def decode_group(ref: GroupRef, body: bytes) -> TrajectoryGroup:
     )
 
 
-def _experts(position: int, shape: Sequence[int] | None, column: NDArray[Any] | None, num_tokens: int) -> Record | None:
+def _experts(
+    position: int, shape: Sequence[int] | None, column: NDArray[Any] | None, num_tokens: int
+) -> ExpertRecord | None:
     if column is None:
         return None
     whole = (num_tokens, *(shape or ()))

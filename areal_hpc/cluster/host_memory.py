@@ -21,8 +21,8 @@ from areal_hpc.cluster.components import (
     components_of,
     engines_of_node,
     num_devices,
+    placements,
     satellite_of,
-    seats,
 )
 from areal_hpc.cluster.estimate import Size, engine_bytes, gib, model_size, trained_parameters, trainer_bytes
 from areal_hpc.config.cluster import ComponentConfig, Shape
@@ -69,11 +69,11 @@ def _needs(config: Config, size: Size, roles: Mapping[str, int]) -> dict[str, fl
     nodes = {one.name: [f"{one.name} {number}" for number in range(one.request.nodes)] for one in components}
     of_node: dict[str, float] = defaultdict(float)
     gpus = {node: one.gpus for one in components for node in nodes[one.name]}
-    for (role, index), seat in seats(config, nodes, roles).items():
+    for (role, index), place in placements(config, nodes, roles).items():
         if role in ENGINES:
-            of_node[seat.node] += num_devices(config, role) * rank_bytes(config, size, has_gpus=gpus[seat.node] > 0)
+            of_node[place.node] += num_devices(config, role) * rank_bytes(config, size, has_gpus=gpus[place.node] > 0)
         elif role == "trainer":
-            of_node[seat.node] += trainer_rank_bytes(config, size, index, has_gpus=gpus[seat.node] > 0)
+            of_node[place.node] += trainer_rank_bytes(config, size, index, has_gpus=gpus[place.node] > 0)
     found = {one.name: max((of_node[node] for node in nodes[one.name]), default=0.0) for one in components}
     for one in _satellite(config):
         ranks = engines_of_node(config, one.gpus) * num_devices(config, "generator")

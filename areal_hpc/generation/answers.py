@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.generation.capabilities import FIRST_VERSION_THAT_TELLS_ITS_SUPPORT, Narrowed
-from areal_hpc.routing import Record
+from areal_hpc.routing import ExpertRecord
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason, TokenLogprob
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -45,7 +45,7 @@ class Answer:
     stop: StopReason
     text: str
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    experts: Record | None = None  # of the tokens that were asked for but the last, where any were asked for
+    experts: ExpertRecord | None = None  # of the tokens that were asked for but the last, where any were asked for
 
 
 def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) -> dict[str, Any]:
