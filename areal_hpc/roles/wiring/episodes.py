@@ -134,9 +134,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
                 yield online
             return
         async with make_workflow(process, renderer, generator) as workflow:
-            runner = Runner(
-                stream=stream,
-                writer=writer,
+            episodes = EpisodeRunner(
                 workflow=workflow,
                 generator=generator,
                 renderer=renderer,
@@ -144,12 +142,18 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
                 config=config.rollout,
                 max_tokens=config.model.max_tokens,
                 record=process.recorder.record,
-                engines=lambda: engines_text(router),
                 seed=config.seed,
                 deterministic=config.deterministic,
             )
-            async with patiently(config, router, runner.postpone):
-                yield runner
+            async with patiently(config, router, episodes.postpone):
+                yield Runner(
+                    episodes=episodes,
+                    stream=stream,
+                    writer=writer,
+                    config=config.rollout,
+                    record=process.recorder.record,
+                    engines=lambda: engines_text(router),
+                )
     finally:
         recording.cancel()
         await asyncio.wait({recording})
