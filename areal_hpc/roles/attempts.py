@@ -71,7 +71,7 @@ class Attempts:
     lost: NodeLost | None = None
     """The node without which the job is to go on."""
     lookout: Lookout | None = None
-    """Of the last one, where all engines are to join."""
+    """The last attempt's watch for engines; None where the run has engines of its own."""
 
     def go(self, *, after: int) -> str:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.

@@ -162,7 +162,7 @@ def _stay(visit: _Visit, past: _Past, num_engines: int | None, environment: Mapp
 
 
 def _left(run: RunDir, standing: Standing | None) -> int:
-    """The exit code of who leaves a run that has ended, or, None, one that goes on."""
+    """The exit code for leaving a run: whether it has ended, or (``standing`` is None) goes on."""
     if standing is None:
         log.info("left %s", run.root)
         return EXIT_STOPPED
@@ -184,7 +184,7 @@ class Standing:
 
     state: str
     attempt: AttemptDir | None = None
-    """That works; None of a run that has ended."""
+    """The one at work; None where the run has ended."""
 
 
 def standing_of(run: RunDir, after: int) -> Standing | None:
@@ -210,7 +210,7 @@ def _comes_up(run: RunDir, after: int) -> bool:
 
 
 def _works(run: RunDir, attempt: AttemptDir) -> bool:
-    """Whether the attempt goes on, as far as the files tell: of a launcher on another host they say what it said."""
+    """Whether the attempt goes on, as far as its files tell: a launcher on another host may have died unseen."""
     state, owner = state_of(run, attempt.epoch)
     return state == RUNNING and not owner.is_gone() and newest_epoch(run) == attempt.epoch
 
@@ -285,7 +285,7 @@ class _Visit:
     next_look: float = 0.0
     is_over: bool = False
     past: int = 0
-    """The attempt's epoch if it is not to be expected to go on."""
+    """The attempt's epoch once it is known not to go on; 0 until then."""
 
     def stay(self, num_engines: int | None, environment: Mapping[str, str], holder: Mapping[str, object]) -> int:
         """Serve until the attempt is over or this process is told to leave; ``past``."""
