@@ -91,7 +91,7 @@ class _Batch:
         self.since = time.monotonic()
         self.newest_ticket = self.next_seq = -1
         self.commit = b""
-        """What it is owed once it is durable; empty while it is open."""
+        """Its COMMIT record, to be written once the batch is durable; empty while the batch is open."""
 
     def add(self, record: Sequence[bytes], ticket: int) -> None:
         end = self.size + sum(map(len, record))
@@ -260,7 +260,7 @@ class ChainWriter:
             self._owed = b""
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Write ``data`` behind what is durable; it is so, too, on return."""
+        """Append ``data`` to the segment, behind what is durable; on return it is durable as well."""
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):
@@ -283,7 +283,7 @@ class ChainWriter:
         self._finish_seal()
 
     def _seal(self, following: str | None) -> bytes:
-        """It takes no number of its own: those of records that wait already go on behind it."""
+        """The SEAL record. It takes no sequence number, since records that wait already have the next ones."""
         return frame(RecordType.SEAL, self._next_seq, self._owner, {"next": following})
 
     def _finish_seal(self) -> None:

@@ -6,12 +6,12 @@
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     pause all, if that was not needed before
     all sent, and nobody objects         ---- the version barrier
-    resume all under the new version     ---- sampling goes on, but for who finds only now that a checksum is wrong
+    resume all under the new version     ---- sampling goes on, save on an engine that only now finds a checksum wrong
 
-When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; who is paused
-stays so. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes
-later is caught up by itself, in a group of two that is gone afterwards: the others sample on, and are not harmed if it
-fails.
+When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; engines that are
+paused stay paused. Publish again, with the weights anew, to bring the members that are left up to date. An engine that
+comes later is caught up alone, in a group of two that is gone afterwards: the others sample on, and are not harmed if
+it fails.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class BroadcastTransport:
 
     @contextmanager
     def _buckets(self, travelling: Iterator[tuple[str, Weight]], *, summed: bool) -> Iterator[Ahead]:
-        """Packed ahead. In host memory the next update takes the room that this one had, if it went well: page faults
-        cost more than the copy. That of a device is the trainer's to use meanwhile."""
+        """Buckets, packed ahead. Their host memory is kept for the next update if this one went well, since page faults
+        cost more than the copy; a device's memory is given back, since the trainer needs it meanwhile."""
         went_well = False
         try:
             planned = plan_buckets(travelling, self._bucket_bytes, self._memory, summed=summed)
