@@ -81,9 +81,10 @@ class Prompt:
 class Sampling:
     """How an engine samples. Log-probs that come back are those of the distribution this describes.
 
-    SGLang tells those of a narrowed distribution only where ``top_k`` bounds it, so that it is given one of
-    ``generation.answers.NARROWED_TOP_K`` where ``top_p`` or ``min_p`` come without, or with a larger one. Where there
-    are several limits, ``top_p`` is with vLLM that of what the others leave, elsewhere that of the whole distribution.
+    Two things differ between engines. SGLang tells log-probs of a narrowed distribution only where ``top_k`` bounds it,
+    so a request with ``top_p`` or ``min_p`` and no ``top_k``, or a larger one, is sent with
+    ``generation.answers.NARROWED_TOP_K``. And beside other limits vLLM applies ``top_p`` to what these leave, while
+    the other engines apply it to the whole distribution.
     """
 
     max_new_tokens: int
@@ -101,8 +102,8 @@ class Sampling:
     """JSON schema, as JSON, that the answer is forced to follow; empty is any text. Log-probs are those of what it
     leaves (``dialogue.grammar``)."""
     structural_tag: str = ""
-    """Which texts in an answer begin something of a fixed form, such as a call of a tool, and that form, as SGLang's
-    JSON; empty is any text. Log-probs as with a schema; there is at most one of the two."""
+    """Texts that begin something of a fixed form in an answer, such as a tool call, and that form, as SGLang's JSON;
+    empty is any text. Log-probs are as with a schema; at most one of the two is set."""
 
     @property
     def is_forced(self) -> bool:

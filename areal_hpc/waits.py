@@ -30,7 +30,7 @@ FILE_SYSTEM = "the file system"
 REWARD_PROCESS = "a reward process"
 AGENT = "an agent"
 ANYBODY = "whoever asks"
-"""The party of who is idle."""
+"""What a process waits for that is idle."""
 
 
 class _Open:

@@ -1,4 +1,4 @@
-"""What Slurm says of a job, asked once a command and never in a loop.
+"""What Slurm says of a job, asked once for each command of ours and never in a loop.
 
     queued(job)        squeue: is it in the queue, in which state, and why it waits
     queued_beside(...) squeue: the same, and how many tasks of arrays are in which state

@@ -176,7 +176,7 @@ class _Picture:
         return path, name
 
     def way_to_root(self, start: str) -> tuple[list[tuple[str, Wait]], str]:
-        """The shortest way along waits to where they end, or the longest waits until they close a circle."""
+        """The shortest way along waits to where they end; if they do not end, along the longest ones into a circle."""
         ways: dict[str, list[tuple[str, Wait]]] = {start: []}
         queue = deque([start])
         while queue:

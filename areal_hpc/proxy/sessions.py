@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permit:
-    """That a request may be answered."""
+    """Leave to answer one request, with its limits."""
 
     id: str
     """Of the request."""
@@ -81,7 +81,7 @@ class Session:
     used: float = field(default_factory=monotonic)
     num_calls: int = 0
     answers: Answers = field(default_factory=Answers)
-    """Those that requests may name."""
+    """Stored answers, which later requests may name."""
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
     ended: float | None = None

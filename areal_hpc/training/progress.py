@@ -27,10 +27,11 @@ from areal_hpc.training.updates import account, each_update, loss_divisors, sums
 from areal_hpc.types import Batch
 
 Update = Callable[[Batch, int, float], tuple[list[Stats], float]]
-"""Of a minibatch, what the sum of its losses is divided by, and the learning rate: one optimizer update; the statistics
-of this rank's micro-batches and the norm of the gradient, which is applied only where that is finite."""
+"""``stats, norm = update(minibatch, divisor, lr)``: one optimizer update by the gradient of (sum of losses / divisor),
+left out where its norm is not finite; the statistics are those of this rank's micro-batches."""
 Learn = Callable[[Sequence[Batch], Sequence[int], float], dict[str, float]]
-"""Of the minibatches, the trainable tokens of each and the learning rate: what else learns from them, and tells."""
+"""``told = learn(minibatches, totals, lr)``: has whatever else learns (a critic) learn from them, and gives what it
+tells; ``totals`` are the trainable tokens of each minibatch on all ranks."""
 
 
 class Progress:

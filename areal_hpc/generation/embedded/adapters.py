@@ -69,10 +69,10 @@ class Adapters(WeightSet):
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Weight]], held: WeightSet | None = None) -> frozenset[str]:
-        """The same for adapters, which are of these weights and no others.
+        """As ``WeightSet.load``; also compares the weights that the adapters were trained on with this engine's.
 
         Raises:
-            WeightUpdateError: as there, or they are of others.
+            WeightUpdateError: as there, or they were trained on others.
         """
         loaded = super().load(weights, held)
         if BASE in loaded and int(self.by_name[BASE]) != self._base.fingerprint:

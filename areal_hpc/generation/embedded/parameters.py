@@ -76,11 +76,11 @@ class WeightSet(ABC):
     @property
     @abstractmethod
     def matrices(self) -> Parameters:
-        """The model's own weights, which a forward pass computes with,"""
+        """The model's own weights, which a forward pass computes with."""
 
     @abstractmethod
     def adapters(self, layer: int) -> LayerAdapters:
-        """and what it adds to them in a layer."""
+        """What a forward pass adds to those of a layer."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -94,7 +94,7 @@ class WeightSet(ABC):
         Returns the names of the loaded ones; ``missing`` says what a whole update still lacks.
 
         Args:
-            held: what deltas are against; where there are any.
+            held: the weights that deltas were made against; needed where there are any.
 
         Raises:
             WeightUpdateError: unknown name, wrong shape, a name twice, a delta against something else. Parameters
@@ -153,7 +153,7 @@ class Parameters(WeightSet):
         return self
 
     def adapters(self, layer: int) -> LayerAdapters:
-        """None."""
+        """None: weights that are updated themselves have no adapters."""
         return NO_ADAPTERS
 
     @cached_property

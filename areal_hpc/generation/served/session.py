@@ -1,4 +1,4 @@
-"""What holds of weight groups and of updates in buckets on every engine that we serve; who holds it may hold more."""
+"""The rules of weight groups, and of updates in buckets, that every engine keeps which we serve ourselves."""
 
 from __future__ import annotations
 
