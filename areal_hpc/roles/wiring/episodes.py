@@ -136,7 +136,7 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
             return
         async with make_workflow(process, renderer, generator) as workflow:
             episodes = _make_episodes(
-                process, workflow, generator, renderer, pool, config.rollout, deterministic=config.deterministic
+                process, workflow, generator, renderer, pool, rollout=config.rollout, deterministic=config.deterministic
             )
             async with patiently(config, router, episodes.postpone):
                 yield Runner(
@@ -204,7 +204,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     try:
         await pool.start()
         async with make_workflow(process, renderer, generator) as workflow:
-            episodes = _make_episodes(process, workflow, generator, renderer, pool, evaluation_rollout(config))
+            episodes = _make_episodes(process, workflow, generator, renderer, pool, rollout=evaluation_rollout(config))
             async with patiently(config, router, episodes.postpone):
                 yield EvaluationParts(
                     prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
@@ -224,8 +224,8 @@ def _make_episodes(
     generator: Generator,
     renderer: ChatRenderer,
     pool: RewardPool,
-    rollout: RolloutConfig,
     *,
+    rollout: RolloutConfig,
     deterministic: bool = False,
 ) -> EpisodeRunner:
     return EpisodeRunner(
