@@ -36,7 +36,7 @@ class Routing(NamedTuple):
         return np.full((num_tokens, self.num_layers, self.num_per_token), no_expert(dtype), dtype=dtype)
 
     def misfit(self, record: ExpertRecord) -> str:
-        """Of which other model a record is, as far as can be seen; empty where this one may replay it."""
+        """Why this model cannot replay the record, as far as can be seen; empty where it may."""
         _, num_layers, num_per_token = record.shape
         if (num_layers, num_per_token) != (self.num_layers, self.num_per_token):
             return f"{num_layers} layers with {num_per_token} experts a token"

@@ -62,7 +62,7 @@ class WeightVersion(NamedTuple):
     step: int
 
     def no_newer_than(self, step: int | None) -> WeightVersion:
-        """The same attempt's weights, of ``step`` if that is older."""
+        """These weights, or the same attempt's of ``step`` if that is older."""
         return self if step is None or step >= self.step else WeightVersion(self.epoch, step)
 
 

@@ -79,7 +79,7 @@ class Wait:
     limit_s: float | None = None
     count: int = 1
     about: str = ""
-    """Of the oldest."""
+    """What tells the oldest of them from others of its kind."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Wait:

@@ -49,7 +49,7 @@ STOP_S = 60.0
 
 
 class ChainName(NamedTuple):
-    """Who wrote a chain. As text the directory's name; order by value is order of age within a slot."""
+    """Who wrote a chain. Its text is the directory's name; within a slot it sorts by age."""
 
     slot: int
     epoch: int

@@ -328,7 +328,7 @@ class Ledger:
         return sorted((ref for ref in self.waiting.values() if ref.position in positions), key=lambda ref: ref.position)
 
     def _unsettled(self, positions: range) -> list[int]:
-        """Those of ``positions`` that are neither in the ring nor consumed."""
+        """The ``positions`` that are neither in the ring nor consumed."""
         new = range(max(positions.start, self.consumed.low), positions.stop)
         return [p for p in new if p not in self.consumed and p not in self._held]
 

@@ -194,7 +194,7 @@ class Body(NamedTuple):
 
     @classmethod
     def of(cls, header: Header, meta: Mapping[str, Any], at: int) -> Body:
-        """Of the DATA record whose header is at ``at`` in its segment."""
+        """The body of the DATA record whose header is at ``at`` in its segment."""
         offset = at + header.head_bytes
         columns, experts = meta.get("columns"), meta.get(EXPERTS)
         return cls(offset, header.body_bytes, header.body_crc, meta["stops"], columns, experts)

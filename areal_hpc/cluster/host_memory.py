@@ -32,7 +32,7 @@ from areal_hpc.config.schema import Config, Dtype, EngineName, TrainerBackendNam
 
 MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 UNITS = {"K": 1 << 10, "M": 1 << 20, "": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-"""Of Slurm's --mem; without a unit it counts megabytes."""
+"""Units of Slurm's --mem; without one it counts megabytes."""
 ENGINES = ("generator", "part")
 
 
@@ -86,7 +86,7 @@ def _satellite(config: Config) -> list[Component]:
 
 
 def rank_bytes(config: Config, size: Size, *, has_gpus: bool) -> float:
-    """Of one rank of an engine."""
+    """Host memory of one rank of an engine."""
     on_device = has_gpus and config.generation.backend is not EngineName.EMBEDDED
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     beside = float(size.parameters * width) if _keeps_a_model(config, on_device=on_device) else 0.0
@@ -106,7 +106,7 @@ def _keeps_a_model(config: Config, *, on_device: bool) -> bool:
 
 
 def trainer_rank_bytes(config: Config, size: Size, rank: int, *, has_gpus: bool) -> float:
-    """Of one trainer rank. Adapters, which are small, are taken as they are."""
+    """Host memory of one trainer rank. Adapters, which are small, are taken as they are."""
     whole = size.rounded if has_gpus else size.parameters
     trained = trained_parameters(config, size) if config.model.lora.rank else whole
     critic = whole if recipe_of(config.algorithm.name).critic else 0

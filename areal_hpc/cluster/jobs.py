@@ -95,7 +95,7 @@ class Accounted:
     """Joules, where the site counts them."""
     nodes: int = 0
     gpus: int = 0
-    """Of all its nodes, where the site counts them."""
+    """GPUs of all its nodes, where the site counts them."""
 
 
 def queued(job_id: str) -> Queued | None:

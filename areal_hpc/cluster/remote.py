@@ -36,7 +36,7 @@ POLL_S = 0.1
 LEAVE_S = 15.0
 """How long an agent that was told to leave may take, and then its srun."""
 ABANDON_S = 1.0
-"""The same where not all have come up, so that nothing has been started yet."""
+"""``LEAVE_S`` where not all agents have come up, so that nothing has been started yet."""
 
 
 class Step:
@@ -240,7 +240,7 @@ class RemoteLauncher:
             )
 
     def _still(self, keys: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those that run, as far as one can know: with its step a process is gone."""
+        """The ``keys`` whose processes still run, as far as one can know: with its step a process is gone."""
         for key in keys:
             if key in self.running and self.running[key].step.process.poll() is not None:
                 del self.running[key]

@@ -91,7 +91,7 @@ class Place:
     tools: tuple[Tool, ...]
     options: Mapping[str, Any]
     history: History = field(repr=False, compare=False)
-    """Of ``messages``."""
+    """The fingerprints of ``messages`` so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

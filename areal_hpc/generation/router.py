@@ -274,7 +274,7 @@ class Router:
                 kept.add(place.kept)
 
     def _give(self, place: _Place, fit: Sequence[_Member]) -> None:
-        """Its session's member, if that is among them, else the least loaded."""
+        """Give the request to its session's member, if that is among ``fit``, else to the least loaded."""
         member = self._sessions.get(place.session)
         if member is None or member not in fit:
             member = min(fit, key=lambda m: m.outstanding)

@@ -149,7 +149,7 @@ class Online:
         return session
 
     def begin_group(self, size: int, about: Mapping[str, Any]) -> tuple[str, Sequence[Session]]:
-        """Its id, and a session with a key of its own for each attempt at one task.
+        """A new group: its id, and a session with a key of its own for each attempt at one task.
 
         Raises:
             Refused: the size is none, or too many sessions are open.
@@ -185,7 +185,7 @@ class Online:
         return [session for one in (*self._taken, *self._under_way) if not one.is_settled for session in one.sessions]
 
     def take(self) -> list[SessionGroup]:
-        """Those that are complete by now, each once; their sessions are closed, and take no reward any more."""
+        """The groups that are complete by now, each once; their sessions are closed, and take no reward any more."""
         now = self._clock()
         for one in self._under_way:
             for session in one.sessions:

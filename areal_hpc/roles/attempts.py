@@ -65,7 +65,7 @@ class Attempts:
     resume_from: int | None = None
     """Go on from the checkpoint of this step instead of the newest, unless an attempt of this start has done so."""
     progress: list[bool] = field(default_factory=list)
-    """Of each attempt that failed, whether it had committed a new step."""
+    """For each attempt that failed, whether it had committed a new step."""
     reason: str = ""
     """Why the last one failed."""
     lost: NodeLost | None = None

@@ -228,7 +228,7 @@ class Commits:
         return True
 
     def _expected_bytes(self) -> int:
-        """Of the next checkpoint: as many as the last one has, or as a first one may have at most."""
+        """Size of the next checkpoint: that of the last one, or the most that a first one may have."""
         return (
             first_checkpoint_bytes(self._process.config) if self._newest is None else checkpoint.size_of(self._newest)
         )

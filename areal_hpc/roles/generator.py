@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 NOTICE_S = 1.5
-"""Until all who ask have noticed that a seat was left: they look once a second."""
+"""How long all who ask may take to notice that a seat was left: they look once a second."""
 END_S = 2.5
 """What the end of the engine itself may take of ``limits.stop_s``."""
 POLL_S = 0.1

@@ -71,7 +71,7 @@ class RoleProcess:
 
     @property
     def seat(self) -> Seat | None:
-        """Of an engine that has joined the run; None of a process that the run has started itself."""
+        """The seat of an engine that has joined the run; None for a process that the run has started itself."""
         if self.role != "generator" or self.index < self.config.generation.replicas:
             return None
         return Seat(attempt=self.attempt, index=self.index, incarnation=self.incarnation)

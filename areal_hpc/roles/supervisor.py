@@ -96,7 +96,7 @@ class Supervisor:
                     self._launcher.start(role, index)
 
     def watch(self) -> str:
-        """Until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
+        """Watch until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
 
         Raises:
             AttemptFailed: an irreplaceable one ended too early; another attempt may go on.

@@ -105,7 +105,7 @@ class OnlineRunner:
         self._reissues: deque[int] = deque()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set; what no ticket was free for by then is lost, as what is open is.
+        """Run until ``stop`` is set; episodes that are open, or wait for a ticket, are then lost.
 
         Raises:
             Fenced, or whatever is no failure of a sample.

@@ -68,7 +68,7 @@ Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 
 
 def no_evaluation(step: int) -> None:
-    """Somebody else evaluates, on the engines."""
+    """The ``evaluate`` of a run whose evaluator is a process of its own, on the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def version_now(self) -> int:
-        """Of the weights that the step under way makes."""
+        """The version that the step under way makes."""
         return self.step + 1
 
     def take(

@@ -146,7 +146,7 @@ class ReferenceBackend:
 
     @property
     def kl_coef(self) -> float:
-        """Of the next step."""
+        """The KL coefficient of the next step."""
         return self._progress.kl_coef
 
     # Forward

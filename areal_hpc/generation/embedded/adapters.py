@@ -43,7 +43,7 @@ class Adapters(WeightSet):
         )
 
     def _fused(self, parts: Sequence[str]) -> LowRank | None:
-        """Of the parts of one fused matrix that have adapters, in its order."""
+        """The adapters of one fused matrix, in the order of its parts; None if none of these has any."""
         rank, scale = self._config.rank, self._config.scale
         shapes = {part: self._base.shapes[f"{part}.weight"] for part in parts}
         adapted = [part for part in parts if part in self._adapted]

@@ -56,7 +56,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapters:
-    """Those of one decoder layer's matrices, by the names that these have in ``Layer``."""
+    """The adapters of one decoder layer, under the names that its matrices have in ``Layer``."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -158,7 +158,7 @@ class Parameters(WeightSet):
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of weights that stay as they are; see ``buckets.fingerprint``."""
+        """``buckets.fingerprint`` of the weights, which must not change any more."""
         return fingerprint_of(self.by_name.items())
 
     # -- storage

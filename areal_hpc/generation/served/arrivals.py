@@ -42,7 +42,7 @@ class Arrivals:
     """What was held when the update began; changes are applied to it, so that it is worth nothing after a failure."""
     new: Tensors = field(default_factory=dict)
     merging: Merging | None = None
-    """Of a worker whose updates bring adapters alone."""
+    """Merges adapters into the model; None where updates bring the model's weights."""
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
 
     def begin(self, *, keeps: bool, adapters: Mapping[str, Any] | None = None) -> None:

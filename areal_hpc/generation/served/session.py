@@ -16,7 +16,7 @@ class Session:
     """One weight update between ``begin`` and ``end``."""
 
     names: set[str] = field(default_factory=set)
-    """Of what has come."""
+    """Names of the tensors that have come."""
     version: str | None = None
     """What the weights are to be called; None of an update that leaves the name as it is."""
     flush_cache: bool = False

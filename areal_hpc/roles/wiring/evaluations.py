@@ -61,8 +61,8 @@ class Agenda:
 
 
 def results(run: RunDir, epoch: int) -> dict[int, Mapping[str, Any]]:
-    """By step, for attempt ``epoch``, which has said how it begins. What a restart took back is not among them: those
-    weights are no longer this run's."""
+    """Results by step, for attempt ``epoch``, which has said how it begins. What a restart took back is not among them:
+    those weights are no longer this run's."""
     return dict(_results(run, epoch, run.evaluated_steps()))
 
 

@@ -44,7 +44,7 @@ ends by itself after three, with advice; giving it up sooner would hide that."""
 LIVES = 2
 """Processes of one engine, one after the other, that may be given up before the engine is left out."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
-"""Until an engine that failed is tried again: doubled each time that it fails."""
+"""Pauses until an engine that failed is tried again: doubled each time that it fails."""
 
 
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -32,7 +32,7 @@ MEGATRON_LAYERS = {
     "mlp.linear_fc1": "gate_proj",
     "mlp.linear_fc2": "down_proj",
 }
-"""By one of the model's own that it stands for: they are adapted together or not at all."""
+"""Each of Megatron's layers with one of the model's own that it stands for: all of those are adapted, or none."""
 
 
 class SplitAdapters:

@@ -69,7 +69,7 @@ def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1,
 
 
 def _spread(experts: ExpertRecord, place: IntArray, num_places: int) -> ExpertRecord:
-    """Those of each token [T, L, K] at its place; none elsewhere."""
+    """The experts of each token [T, L, K] at its place; no expert elsewhere."""
     spread = np.full((num_places, *experts.shape[1:]), no_expert(experts.dtype), dtype=experts.dtype)
     spread[place] = experts
     return spread
