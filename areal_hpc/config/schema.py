@@ -173,16 +173,16 @@ class BufferConfig:
     segment_mb: float = 64.0
     """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
     max_mb: float | None = None
-    """Most that the ring may hold on the disk, in MiB: above it workers wait, and a checkpoint is made early where the
-    ring can let go of more after it. Nothing waits with (2.2 * max_staleness + 5) * algorithm.groups_per_step groups of
-    full length, each rollout.group_size * model.max_tokens * 13 bytes; with less than a step needs, the run ends and
-    says how much. null is no limit: what waits is bounded by tickets, what is kept by `checkpoint.every_steps`."""
+    """Most that the ring may hold on the disk, in MiB; null is no limit. At the limit workers wait, and a checkpoint is
+    made early if the ring can delete more after it. Room for (2.2 * max_staleness + 5) * algorithm.groups_per_step
+    groups of full length, each rollout.group_size * model.max_tokens * 13 bytes, is enough for nobody to wait; with
+    less than one step needs, the run ends and says how much would do."""
     commit_s: float = 0.2
-    """Longest time a finished group waits in memory before it is made durable, in seconds; trainer and workers look
-    for each other's news as often at most, and 4 times as rarely where a server is asked, as on NFS or Lustre."""
+    """Longest time a finished group waits in memory before it is made durable, in seconds. Trainer and workers look for
+    each other's news at most once in that time, or in 4 times that on a file system with a server, as NFS or Lustre."""
     min_free_mb: float = 256.0
-    """Free space below which no new prompt is begun, in MiB: room for what is in flight, and for a checkpoint, which is
-    made early then, since the ring may let go of more after it; 0 is off."""
+    """Free space below which no new prompt is begun, in MiB. It leaves room for what is in flight, and for a checkpoint
+    that is made early then, since the ring may delete more after it; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ class Usage:
     attempts: Sequence[AttemptUse]
     satellites: SatelliteUse = SatelliteUse()
     engines_idle_share: float | None = None
-    """Of the time that engines served, in which they had nothing to do; None of a run without engines."""
+    """Share of the time that engines served in which they had nothing to do; None where a run had no engines."""
     energy_j: int | None = None
     """Joules of all jobs, where Slurm's accounts were asked and know it."""
 
@@ -194,7 +194,7 @@ def _ending(state: Mapping[str, Any], job: Mapping[str, Any], rows: Sequence[Acc
 
 
 def usage_rows(usage: Usage, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """As (name, text) rows."""
+    """What the run has cost as (name, text) rows."""
     rows: list[tuple[str, str]] = []
     for name, key in (("node-hours", "node_hours"), ("GPU-hours", "gpu_hours")):
         if facts[key]:

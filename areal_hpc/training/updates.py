@@ -117,7 +117,7 @@ def token_losses(
 
 
 def pair_losses(margins: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Stats]:
-    """The same of a micro-batch of pairs, one loss for each."""
+    """The losses of a micro-batch of pairs, one for each pair, and their statistics."""
     pair_loss = find(algorithm.name).pair_loss
     assert pair_loss is not None, f"{algorithm.name} is not of pairs"
     losses = pair_loss(margins, algorithm)
