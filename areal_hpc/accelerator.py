@@ -5,16 +5,22 @@ The only place that may say "cuda" or "npu", and the only door to torch_npu.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc.errors import ConfigError, DevicesLost
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +225,34 @@ def card_here() -> str:
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What this thread has ``device`` do inside comes after all that it was told before, and is done when the block
+    ends; what other threads tell it meanwhile waits for none of that.
+
+    Else it would: threads share one stream, and who waits for a collective has that stream wait, too. After an error
+    nothing is waited for; a later block on the device comes after what is left of this one.
+    """
+    import torch
+
+    if device.type == CPU.device:
+        yield
+        return
+    module, stream = torch.get_device_module(device), _stream_beside(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> Any:
+    """One for each device of a process: torch deals out 32 in turn, and an engine computes on some of them."""
+    import torch
+
+    return torch.get_device_module(device).Stream(device)
 
 
 def device_of(row: Accelerator, local_rank: int, num_devices: int) -> str:
