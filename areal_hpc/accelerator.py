@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,9 @@ class Accelerator:
     blocking_wait: str = ""
     """Environment variable, read when a group is made, that has errors of its operations raised where these are waited
     for; else torch ends the process. Empty where they always are."""
+    longest_wait: str = ""
+    """Environment variable, read when a group is made, of the seconds for which a device waits for those of other
+    ranks; empty where it does for as long as the group may take."""
 
 
 CPU = Accelerator(name="cpu", device="cpu", collective="gloo", visible_devices="", gres="")
@@ -62,6 +66,7 @@ NPU = Accelerator(
     gres="npu",
     extension="torch_npu",
     blocking_wait="HCCL_BLOCKING_WAIT",
+    longest_wait="HCCL_EXEC_TIMEOUT",  # else half an hour
 )
 NO_DEVICES = ("", "-1", "NoDevFiles")
 """What a variable says that hides all devices; the last is Slurm's."""
@@ -206,6 +211,14 @@ def _prove(device: str) -> None:
             f"{socket.gethostname()} was to compute on {device}, which is there and fails: {what}; leave that node out "
             "(cluster.all.exclude)"
         ) from error
+
+
+def let_wait(limit_s: float) -> None:
+    """Have this process's device wait for those of other ranks as long as its groups may take: HCCL does not ask these.
+    What the environment says already, holds.
+    """
+    if name := detect().longest_wait:
+        os.environ.setdefault(name, str(math.ceil(limit_s)))
 
 
 def card_here() -> str:

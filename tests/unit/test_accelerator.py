@@ -111,6 +111,21 @@ def test_who_sees_the_devices_of_others_and_is_bound_to_none_takes_none(
         accelerator.require_bound(num)
 
 
+@pytest.mark.parametrize(
+    ("found", "said", "expected"),
+    [(accelerator.NPU, None, "2100"), (accelerator.NPU, "60", "60"), (accelerator.CUDA, None, None)],
+)
+def test_a_device_with_a_limit_of_its_own_waits_for_others_as_long_as_their_group_may_take(
+    monkeypatch: pytest.MonkeyPatch, found: accelerator.Accelerator, said: str | None, expected: str | None
+) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: found)
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", said or "")
+    if said is None:
+        monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    accelerator.let_wait(2099.5)
+    assert os.environ.get("HCCL_EXEC_TIMEOUT") == expected
+
+
 def test_ranks_of_one_machine_take_different_devices() -> None:
     assert [accelerator.device_of(accelerator.CUDA, rank, 4) for rank in range(4)] == [
         "cuda:0",
