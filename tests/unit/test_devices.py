@@ -45,6 +45,13 @@ def test_A10_devices_are_bound_by_the_names_that_slurm_gave_them(
     assert visible_devices((), environment) == {}
 
 
+@pytest.mark.parametrize("given", ["0,1", "NoDevFiles", "MIG-a"])
+def test_where_slurm_gives_fewer_devices_than_the_run_is_said_to_use_that_is_said(given: str) -> None:
+    said = rf"CUDA_VISIBLE_DEVICES={given} names .* is to have number 3, .*; set cluster\.all\.gpus"
+    with pytest.raises(ConfigError, match=said):
+        visible_devices((2, 3), {"CUDA_VISIBLE_DEVICES": given})
+
+
 @pytest.mark.parametrize(
     ("num_devices", "replicas", "ranks", "expected"),
     [
