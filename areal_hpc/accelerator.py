@@ -5,16 +5,23 @@ The only place that may say "cuda" or "npu", and the only door to torch_npu.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from areal_hpc.errors import ConfigError, DevicesLost
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +44,9 @@ class Accelerator:
     blocking_wait: str = ""
     """Environment variable, read when a group is made, that has errors of its operations raised where these are waited
     for; else torch ends the process. Empty where they always are."""
+    longest_wait: str = ""
+    """Environment variable, read when a group is made, of the seconds for which a device waits for those of other
+    ranks; empty where it does for as long as the group may take."""
 
 
 CPU = Accelerator(name="cpu", device="cpu", collective="gloo", visible_devices="", gres="")
@@ -56,6 +66,7 @@ NPU = Accelerator(
     gres="npu",
     extension="torch_npu",
     blocking_wait="HCCL_BLOCKING_WAIT",
+    longest_wait="HCCL_EXEC_TIMEOUT",  # else half an hour
 )
 NO_DEVICES = ("", "-1", "NoDevFiles")
 """What a variable says that hides all devices; the last is Slurm's."""
@@ -203,6 +214,14 @@ def _prove(device: str) -> None:
         ) from error
 
 
+def let_wait(limit_s: float) -> None:
+    """Have this process's device wait for those of other ranks as long as its groups may take: HCCL does not ask these.
+    What the environment says already, holds.
+    """
+    if name := detect().longest_wait:
+        os.environ.setdefault(name, str(math.ceil(limit_s)))
+
+
 def card_here() -> str:
     """The card of this thread's current device, by PCI address and host, as NCCL tells cards from each other: parts of
     one (MIG) are the same. Empty where nobody knows: on a CPU, on an NPU, and of a GPU that has no such address.
@@ -220,6 +239,34 @@ def card_here() -> str:
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What this thread has ``device`` do inside comes after all that it was told before, and is done when the block
+    ends; what other threads tell it meanwhile waits for none of that.
+
+    Else it would: threads share one stream, and who waits for a collective has that stream wait, too. After an error
+    nothing is waited for; a later block on the device comes after what is left of this one.
+    """
+    import torch
+
+    if device.type == CPU.device:
+        yield
+        return
+    module, stream = torch.get_device_module(device), _stream_beside(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> Any:
+    """One for each device of a process: torch deals out 32 in turn, and an engine computes on some of them."""
+    import torch
+
+    return torch.get_device_module(device).Stream(device)
 
 
 def device_of(row: Accelerator, local_rank: int, num_devices: int) -> str:

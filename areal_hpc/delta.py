@@ -31,6 +31,8 @@ FARTHEST = 256
 """Longest distance from one position to the next that a gap can say."""
 CHUNK = 1 << 20
 """Elements compared at once: what is in between stays in the processor's cache."""
+STRETCH = 1 << 20
+"""Bytes summed in one go, for which no other thread of the process runs: an engine's is to sample meanwhile."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as an element of so many bytes."""
 
@@ -61,7 +63,11 @@ def checksum(tensor: torch.Tensor) -> int:
     """CRC-32C (RFC 3720) of a contiguous tensor's bytes."""
     if tensor.numel() == 0:
         return 0
-    return int(google_crc32c.value(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+    data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    so_far = 0
+    for start in range(0, data.size, STRETCH):
+        so_far = google_crc32c.extend(so_far, data[start : start + STRETCH])
+    return int(so_far)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

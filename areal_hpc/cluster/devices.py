@@ -24,14 +24,27 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> d
     Args:
         devices: numbers among those that the job has on this node.
         environment: the step's; where Slurm has bound it to devices, their names are in it.
+
+    Raises:
+        ConfigError: Slurm has bound it to fewer than that.
     """
     if not devices:
         return {}
-    bound = [name for name in BINDING if environment.get(name)]
-    return {
-        name: ",".join(devices_named(environment[name])[number] if bound else str(number) for number in devices)
-        for name in bound or BINDING
-    }
+    if bound := [name for name in BINDING if environment.get(name)]:
+        return {name: ",".join(_those(name, environment[name], devices)) for name in bound}
+    return dict.fromkeys(BINDING, ",".join(map(str, devices)))
+
+
+def _those(variable: str, given: str, devices: Sequence[int]) -> list[str]:
+    """Names of the devices with these numbers."""
+    names = devices_named(given)
+    if (last := max(devices)) >= len(names):
+        raise ConfigError(
+            f"{variable}={given} names {len(names)} devices of this node, and a process is to have number {last}, "
+            "counted from 0; set cluster.all.gpus, or that of its component, to what Slurm gives of a node, or ask for "
+            "more by gres or gpus_per_node"
+        )
+    return [names[number] for number in devices]
 
 
 def engine_devices(config: Config, num_devices: int) -> list[tuple[int, ...]]:

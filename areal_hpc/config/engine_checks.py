@@ -32,6 +32,13 @@ def check_engine_ranks(config: Config) -> Iterator[str]:
 def check_server_args(config: Config) -> Iterator[str]:
     if config.generation.backend is EngineName.EMBEDDED and config.generation.server_args:
         yield "generation.server_args: the embedded engine takes none; remove them, or choose sglang or vllm"
-    for name in config.generation.server_args:
-        if instead := OWN_ARGUMENTS.get(name.lstrip("-").replace("-", "_")):
+    given = {name.lstrip("-").replace("-", "_"): name for name in config.generation.server_args}
+    for plain, name in given.items():
+        if instead := OWN_ARGUMENTS.get(plain):
             yield f"generation.server_args.{name}: remove it; {instead}"
+    if "dp_size" in given and "enable_dp_attention" not in given:
+        yield (
+            f"generation.server_args.{given['dp_size']}: whole copies of the model in one engine have no devices of "
+            "the run's, and SGLang lets them enter no weight group; set generation.replicas instead, or beside it "
+            "enable_dp_attention, whose copies share the engine's devices"
+        )

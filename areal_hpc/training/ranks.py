@@ -67,7 +67,7 @@ class Ranks:
     def _gather(self, data: bytes) -> list[bytes]:
         if self.group is None:
             return [data]
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int32, device=self.device)  # HCCL does not sum int64 everywhere
         sizes[self.rank] = len(data)
         with self._together("the length of what each rank tells"):
             dist.all_reduce(sizes, group=self.group)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from areal_hpc.accelerator import card_here
+from areal_hpc.accelerator import beside, card_here
 from areal_hpc.buckets import Bucket
 from areal_hpc.collective import broadcast, host_store, interfaces, join_group, leave_group, name_at
 from areal_hpc.errors import WeightUpdateError
@@ -85,7 +85,8 @@ class WeightGroup:
 
         def send() -> None:
             assert self._group is not None
-            broadcast(bucket.buffer, self._group)
+            with beside(bucket.buffer.device):  # or the next one, which is packed meanwhile, would wait for this
+                broadcast(bucket.buffer, self._group)
 
         await self._together("load a bucket", send, lambda t: t.load_bucket(self._name, bucket.specs))
         advance("bytes broadcast", bucket.buffer.numel())

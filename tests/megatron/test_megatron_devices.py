@@ -98,24 +98,30 @@ def test_a_device_trains_as_the_reference_does_on_a_cpu(
         assert error < (1e-4 if dtype is Dtype.FLOAT32 else 2**-7), name  # bfloat16 itself rounds to 2**-9 of a value
 
 
+def send(tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """As weights are sent and received."""
+    with accelerator.beside(tensor.device):
+        broadcast(tensor, group)
+
+
 def member(address: GroupAddress, rank: int, pipe: Connection) -> None:
     """Both take part in a broadcast; then rank 1 is killed, and rank 0 says what becomes of the next, and of it."""
     device = "cpu" if address.backend == "gloo" else f"cuda:{rank}"
     group, tensor = join_group(address, rank, LIMIT_S), torch.full((1000,), float(rank), device=device)
-    broadcast(tensor, group)
+    send(tensor, group)
     pipe.send(float(tensor.sum()))
     if rank == 1:
         time.sleep(10 * LIMIT_S)
     pipe.recv()
     began = time.monotonic()
     try:
-        broadcast(tensor, group)
+        send(tensor, group)
     except RuntimeError as error:
         pipe.send((time.monotonic() - began, type(error).__name__))
     leave_group(group)
     alone = replace(address, name="alone", world_size=1)
     group = join_group(alone, 0, LIMIT_S)
-    broadcast(tensor, group)
+    send(tensor, group)
     pipe.send(float(tensor.sum()))
     leave_group(group)
 

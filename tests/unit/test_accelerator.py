@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +109,21 @@ def test_who_sees_the_devices_of_others_and_is_bound_to_none_takes_none(
     said = rf"works on {num} and sees {there} {found.name} devices, .*; set cluster\.all\.gpus"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
         accelerator.require_bound(num)
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "expected"),
+    [(accelerator.NPU, None, "2100"), (accelerator.NPU, "60", "60"), (accelerator.CUDA, None, None)],
+)
+def test_a_device_with_a_limit_of_its_own_waits_for_others_as_long_as_their_group_may_take(
+    monkeypatch: pytest.MonkeyPatch, found: accelerator.Accelerator, said: str | None, expected: str | None
+) -> None:
+    monkeypatch.setattr(accelerator, "detect", lambda: found)
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", said or "")
+    if said is None:
+        monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    accelerator.let_wait(2099.5)
+    assert os.environ.get("HCCL_EXEC_TIMEOUT") == expected
 
 
 def test_ranks_of_one_machine_take_different_devices() -> None:
@@ -243,3 +260,69 @@ def test_parts_of_one_gpu_are_one_card_and_another_gpu_is_another(monkeypatch: p
 def test_a_cpu_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "detect", lambda: accelerator.CPU)
     assert accelerator.card_here() == ""
+
+
+@dataclass
+class Device:
+    """Torch's module for a device: what its streams are asked for, in order."""
+
+    asked: list[str] = field(default_factory=list)
+    current: Any = None
+
+    def __post_init__(self) -> None:
+        self.current = FakeStream(self, "the common one")
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, f"one of {device}")
+
+    def current_stream(self, _: torch.device) -> Any:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@dataclass
+class FakeStream:
+    device: Device
+    name: str
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.device.asked.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.device.asked.append(f"{self.name} is waited for")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: made)
+    accelerator._stream_beside.cache_clear()
+    yield made
+    accelerator._stream_beside.cache_clear()
+
+
+def test_what_is_done_beside_comes_after_what_was_before_and_the_common_stream_waits_for_none_of_it(
+    device: Device,
+) -> None:
+    block = ["one of cuda:1 waits for the common one", "work in one of cuda:1"]
+    for _ in range(2):
+        with accelerator.beside(torch.device("cuda", 1)):
+            device.asked.append(f"work in {device.current.name}")
+    assert device.asked == [*block, "one of cuda:1 is waited for"] * 2
+    assert accelerator._stream_beside.cache_info().misses == 1, "an engine computes on others that torch deals out"
+    with accelerator.beside(torch.device("cpu")):
+        assert len(device.asked) == 6
+
+
+def test_after_an_error_beside_nothing_is_waited_for(device: Device) -> None:
+    with pytest.raises(RuntimeError, match="a member has died"), accelerator.beside(torch.device("cuda", 0)):
+        raise RuntimeError("a member has died")
+    assert device.asked == ["one of cuda:0 waits for the common one"]
+    assert device.current.name == "the common one"

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc import delta
 from areal_hpc.buckets import Bucket, BucketMemory, dtype_named, fingerprint, plan_buckets, unpack
 from areal_hpc.delta import checksum
 from areal_hpc.errors import WeightUpdateError
@@ -164,6 +168,20 @@ def test_the_checksum_is_crc32c_by_its_standard_check_value() -> None:
     data = np.frombuffer(b"123456789", dtype=np.uint8).copy()
     assert checksum(torch.from_numpy(data)) == 0xE3069283  # the check value of CRC-32C (Castagnoli)
     assert checksum(torch.from_numpy(data)) != zlib.crc32(data)
+
+
+def test_a_checksum_lets_other_threads_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """google_crc32c keeps Python's lock for as long as one call lasts: a third of a second for 512 MiB."""
+    lengths: list[int] = []
+
+    def extend(so_far: int, data: Any) -> int:
+        lengths.append(len(data))
+        return int(google_crc32c.extend(so_far, data))
+
+    monkeypatch.setattr(delta, "STRETCH", 4)
+    monkeypatch.setattr(delta, "google_crc32c", SimpleNamespace(extend=extend))
+    assert checksum(torch.from_numpy(np.frombuffer(b"123456789", dtype=np.uint8).copy())) == 0xE3069283
+    assert lengths == [4, 4, 1]
 
 
 def test_specs_are_plain_data() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from areal_hpc import accelerator
+from areal_hpc import accelerator, collective
 from areal_hpc.cluster import local
 from areal_hpc.cluster.devices import engine_devices, visible_devices
+from areal_hpc.config.derived import collective_s
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
@@ -42,6 +43,13 @@ def test_A10_devices_are_bound_by_the_names_that_slurm_gave_them(
 ) -> None:
     assert visible_devices((2, 3), environment) == expected
     assert visible_devices((), environment) == {}
+
+
+@pytest.mark.parametrize("given", ["0,1", "NoDevFiles", "MIG-a"])
+def test_where_slurm_gives_fewer_devices_than_the_run_is_said_to_use_that_is_said(given: str) -> None:
+    said = rf"CUDA_VISIBLE_DEVICES={given} names .* is to have number 3, .*; set cluster\.all\.gpus"
+    with pytest.raises(ConfigError, match=said):
+        visible_devices((2, 3), {"CUDA_VISIBLE_DEVICES": given})
 
 
 @pytest.mark.parametrize(
@@ -146,3 +154,23 @@ def test_on_a_cluster_nobody_takes_the_first_of_devices_that_it_is_not_bound_to(
     process: Any = SimpleNamespace(role=role, index=0, incarnation=0, config=config)
     with pytest.raises(ConfigError, match=r"works on 1 and sees 4 cuda devices"):
         join_ranks(process) if role == "trainer" else spec_of(process)
+
+
+def test_the_ranks_devices_are_told_how_long_rank_0_may_keep_them_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Met(Exception):
+        """As far as is looked at here."""
+
+    def meet(_: Any) -> None:
+        raise Met
+
+    told: list[float] = []
+    monkeypatch.setattr(accelerator, "take_device", lambda _: "npu:1")
+    monkeypatch.setattr(accelerator, "let_wait", told.append)
+    monkeypatch.setattr(collective, "remember_operations", lambda _: None)
+    config = config_of("trainer.ranks=2")
+    process: Any = SimpleNamespace(
+        index=1, config=config, attempt=SimpleNamespace(stacks=Path()), publish_endpoint=meet
+    )
+    with pytest.raises(Met):
+        join_ranks(process)
+    assert told == [collective_s(config)]

@@ -125,3 +125,10 @@ def test_arguments_that_the_run_gives_itself_are_refused_by_their_names() -> Non
     assert "generation.server_args.port: remove it" in str(refusal.value)
     assert "generation.server_args.enable-metrics: remove it" in str(refusal.value)
     assert "mem_fraction_static" not in str(refusal.value)
+
+
+def test_copies_of_a_model_in_one_engine_share_its_devices_or_are_refused() -> None:
+    words = ["generation.backend=sglang", "generation.tensor_parallel=2", "cluster.shape=local"]
+    with pytest.raises(ConfigError, match=r"server_args\.dp-size: whole copies .* set generation\.replicas instead"):
+        resolve(load([QUICKSTART], [*words, "generation.server_args={dp-size: 2}"]))
+    resolve(load([QUICKSTART], [*words, "generation.server_args={dp-size: 2, enable-dp-attention: true}"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ def test_what_fails_on_its_way_is_told_once_and_the_next_update_begins_all_the_s
     worker.sent.put(worker.announce(weights))
     worker.until_here()
     assert worker.areal_come() and worker.areal_ready()
+
+
+def test_a_bucket_is_taken_beside_what_samples_down_to_the_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else sampling waits for it, where it has its device's common stream: to wait for an operation holds that up."""
+    [bucket] = plan_buckets([("a", torch.ones(3))], 1 << 20)
+    taker, order = arrivals.Arrivals(groups={"w": "the group"}), list[str]()  # type: ignore[dict-item]
+
+    @contextmanager
+    def beside(device: torch.device) -> Iterator[None]:
+        order.append(f"beside on {device}")
+        yield
+        order.append(f"over, with {list(taker.new)}")
+
+    def sent(buffer: torch.Tensor, group: Any) -> None:
+        order.append(f"broadcast to {group}")
+        buffer.copy_(bucket.buffer)
+
+    monkeypatch.setattr(arrivals, "beside", beside)
+    monkeypatch.setattr(arrivals, "broadcast", sent)
+    taker.receive("w", bucket.specs, torch.device("cpu"), checked=True)
+    assert order == ["beside on cpu", "broadcast to the group", "over, with ['a']"]
 
 
 @pytest.mark.parametrize("kind", ["weights", "weights that are kept", "adapters"])

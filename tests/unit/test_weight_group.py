@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
 
@@ -85,3 +86,29 @@ def test_where_all_engines_are_through_and_rank_0_hangs_the_wait_ends_and_no_eng
     monkeypatch.setattr(module, "GRACE_S", 0.1)
     group = group_after_an_update(Taker(), held, "rank 0 hangs where it was to load a bucket")
     assert not group.membership.lost and group._group is None, "the next publication makes another group"
+
+
+def test_a_bucket_is_sent_beside_what_packs_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that would wait: to wait for an operation of NCCL's, or of HCCL's, holds up the stream of who waits until it
+    has ended (``WorkNCCL::synchronizeStream`` in torch 2.13), and all threads have the same one."""
+    order: list[str] = []
+
+    @contextmanager
+    def beside(device: torch.device) -> Iterator[None]:
+        order.append(f"beside on {device}")
+        yield
+        order.append("over")
+
+    monkeypatch.setattr(module, "beside", beside)
+    monkeypatch.setattr(module, "join_group", lambda *_, **__: object())
+    monkeypatch.setattr(module, "broadcast", lambda *_: order.append("broadcast"))
+    [bucket] = plan_buckets([("w", torch.ones(3))], 100)
+    membership = Membership([cast(WeightTarget, Taker())], 10.0)
+    group = WeightGroup(membership, names=iter(["w-1-0"]), backend="nccl", host="127.0.0.1")
+
+    async def update() -> None:
+        await group.gather()
+        await group.send(bucket)
+
+    asyncio.run(update())
+    assert order == ["beside on cpu", "broadcast", "over"]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal_hpc.accelerator import beside
 from areal_hpc.buckets import num_bytes, unpack
 from areal_hpc.collective import broadcast
 from areal_hpc.delta import Delta, Weight, apply
@@ -60,9 +61,10 @@ class Arrivals:
 
     def receive(self, group: str, specs: Sequence[TensorSpec], device: torch.device, *, checked: bool) -> None:
         """Take one bucket that rank 0 broadcasts. Raises WeightUpdateError if it is not what was sent."""
-        buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8, device=device)
-        broadcast(buffer, self.groups[group])
-        self.new.update(self.taken(unpack(buffer, specs, checked=checked)))
+        with beside(device):  # or the engine, which samples meanwhile, would wait for it
+            buffer = torch.empty(sum(map(num_bytes, specs)), dtype=torch.uint8, device=device)
+            broadcast(buffer, self.groups[group])
+            self.new.update(self.taken(unpack(buffer, specs, checked=checked)))
 
     def taken(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors in host memory: those that came, and those of which changes came.

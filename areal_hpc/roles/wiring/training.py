@@ -77,6 +77,7 @@ def join_ranks(process: RoleProcess) -> Ranks:
         process.publish_endpoint({})
         return Ranks(device=device)
     timeout_s = collective_s(config)
+    accelerator.let_wait(timeout_s)
     remember_operations(process.attempt.stacks / "collectives-")
     store = host_store(process.host, timeout_s=timeout_s) if process.index == 0 else None
     meet = {} if store is None else {"port": store.port, "group": name_at(store, f"{RANKS_GROUP}-{process.epoch}")}
