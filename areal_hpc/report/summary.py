@@ -37,6 +37,7 @@ COLUMNS = (
     "logprob_gap",
     "kept_fraction",
     "clip_fraction",
+    "trainable_tokens",
     "tokens_trained",
     "tokens_generated",
     "seconds_step",
@@ -98,6 +99,7 @@ class Summary:
         """The numbers of the summary, by name; None where the records do not tell."""
         column = self.columns
         seconds = _total(column["seconds_step"])
+        tokens = column["trainable_tokens"]  # steps differ in these by multiples, as answers grow
         return {
             "outcome": self.outcome,
             "attempts": self.num_attempts,
@@ -106,11 +108,11 @@ class Summary:
             "last_step": int(self.steps[-1]) if self.steps.size else None,
             "steps_taken_back": self.num_steps_taken_back,
             **self._reward_facts(),
-            "staleness_mean": _mean(column["staleness_mean"]),
+            "staleness_mean": _mean(column["staleness_mean"], tokens),
             "staleness_max": _largest(column["staleness_max"]),
-            "logprob_gap_mean": _mean(column["logprob_gap"]),
-            "kept_fraction_mean": _mean(column["kept_fraction"]),
-            "clip_fraction_mean": _mean(column["clip_fraction"]),
+            "logprob_gap_mean": _mean(column["logprob_gap"], tokens),
+            "kept_fraction_mean": _mean(column["kept_fraction"], tokens),
+            "clip_fraction_mean": _mean(column["clip_fraction"], tokens * column["kept_fraction"]),
             "tokens_trained": _total(column["tokens_trained"]),
             "tokens_generated": _total(column["tokens_generated"]),
             "seconds": seconds,
@@ -259,9 +261,12 @@ def _known(values: Series) -> Series:
     return values[np.isfinite(values)]
 
 
-def _mean(values: Series) -> float | None:
-    known = _known(values)
-    return float(known.mean()) if known.size else None
+def _mean(values: Series, weights: Series | None = None) -> float | None:
+    """Mean over the steps of which both are known, equal ones if there are no ``weights``; None if these sum to 0."""
+    weights = np.ones(values.size) if weights is None else weights
+    known = np.isfinite(values) & np.isfinite(weights)
+    total = float(weights[known].sum())
+    return float(values[known] @ weights[known]) / total if total else None
 
 
 def _largest(values: Series) -> float | None:
