@@ -132,7 +132,8 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
     zero_variance: bool = True
-    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages."""
+    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages. Under others it
+    does, and what is left is a biased sample: with `ppo` and `reinforce_pp` this is false unless it is written."""
     max_overlong_fraction: float = 1.0
     """Refuse a group in which more than this share of answers was cut by length; 1.0 is off."""
     min_group_size: int = 2
