@@ -133,13 +133,13 @@ def _rejection(inputs: LossInputs, proximal: Tensor, config: AlgorithmConfig) ->
     if not config.decoupled:
         eligible = inputs.mask if inputs.eligible is None else inputs.mask & inputs.eligible
         return accept(eligible, inputs.mask, inputs.current.dtype)
-    assert inputs.eligible is None, "what chooses tokens by itself is not decoupled as well"
     return reject(
         proximal=proximal,
         behaviour=inputs.behaviour,
         mask=inputs.mask,
         segments=inputs.segments,
         config=config.rejection_sampling,
+        eligible=inputs.eligible,
     )
 
 

@@ -120,7 +120,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "m2po": Recipe(
         paper="arXiv:2510.01161: leaves out the fewest tokens that bring the batch's mean square log-ratio to a bound",
-        fixed={"algorithm.decoupled": False, "algorithm.proximal": ProximalMethod.RECOMPUTE},
+        fixed={"algorithm.decoupled": True, "algorithm.proximal": ProximalMethod.RECOMPUTE},
         usual={"algorithm.m2_threshold": 0.04},
         reads=(*CLIPPING, "m2_threshold"),
     ),

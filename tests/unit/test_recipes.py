@@ -28,7 +28,7 @@ PAPERS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 1.0},
     "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05, "decoupled": False, "proximal": "behaviour"},
-    "m2po": {"m2_threshold": 0.04, "decoupled": False},
+    "m2po": {"m2_threshold": 0.04, "decoupled": True},
     "icepop": {"rejection_sampling.lower": 0.5, "rejection_sampling.upper": 5.0},
     "kpop": {"rejection_sampling.metric": Metric.BINARY_KL, "rejection_sampling.upper": 2.0},
     "reinforce_pp": {"adv_norm.mean": Level.BATCH, "adv_norm.std": Level.BATCH, "kl.place": "reward"},
