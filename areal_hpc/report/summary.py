@@ -94,6 +94,7 @@ class Summary:
     is_offline: bool = False  # trained on given answers: no rewards, no rollouts, no engines
     last_seen: Mapping[int, float] = field(default_factory=dict)  # epoch to the time of its last record
     failures: Mapping[int, str] = field(default_factory=dict)  # epoch to why its launcher began another
+    of_all_steps: Mapping[str, float | None] = field(default_factory=dict)  # totals; also of steps taken back
 
     def facts(self) -> dict[str, float | int | str | None]:
         """The numbers of the summary, by name; None where the records do not tell."""
@@ -116,6 +117,8 @@ class Summary:
             "tokens_trained": _total(column["tokens_trained"]),
             "tokens_generated": _total(column["tokens_generated"]),
             "seconds": seconds,
+            "seconds_of_all_steps": self.of_all_steps.get("seconds_step"),
+            "seconds_waited_in_all_steps": self.of_all_steps.get("seconds_wait"),
             "tokens_trained_per_s": _ratio(_total(column["tokens_trained"]), seconds),
             **{
                 f"{part}_share": _ratio(_total(column[f"seconds_{part}"]), seconds)
@@ -216,6 +219,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     evaluated = [(step, found) for step, (_, found) in sorted(gathered.evaluations.items())]
     table = np.array([gathered.rows[epoch, step] for step, epoch in counted], dtype=np.float64)
     table = table.reshape(len(counted), len(COLUMNS))
+    every = np.array(list(gathered.rows.values()), dtype=np.float64).reshape(len(gathered.rows), len(COLUMNS))
     return Summary(
         steps=np.array([step for step, _ in counted], dtype=np.int64),
         columns={key: table[:, place] for place, key in enumerate(COLUMNS)},
@@ -231,6 +235,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         is_offline=gathered.offline,
         last_seen=gathered.last_seen,
         failures=gathered.failures,
+        of_all_steps={key: _total(every[:, COLUMNS.index(key)]) for key in ("seconds_step", "seconds_wait")},
     )
 
 
