@@ -75,8 +75,8 @@ class Usage:
         node_hours = self._hours("nodes", self.satellites.node_s)
         gpu_hours = self._hours("gpus", self.satellites.gpu_s)
         held_s = sum(one.seconds for one in self.attempts)
-        steps_s = told["seconds"] or 0.0
-        busy_s = steps_s * (1 - (told["wait_share"] or 0.0))
+        steps_s = told["seconds_of_all_steps"] or 0.0  # who made what a restart took back was not idle
+        busy_s = steps_s - (told["seconds_waited_in_all_steps"] or 0.0)
         tokens = told["tokens_trained"] or 0.0
         total = sum(gpu_hours.values()) if held_s else 0.0  # of a run outside of Slurm only the satellites' are known
         return {
