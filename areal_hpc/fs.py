@@ -38,42 +38,45 @@ def fsync_directory(path: Path) -> None:
 
 
 @contextmanager
-def _temporary(path: Path, data: bytes, *, secret: bool) -> Iterator[Path]:
-    """A private, durable file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""
+def _temporary(path: Path, data: bytes, *, secret: bool = False, durable: bool = True) -> Iterator[Path]:
+    """A private file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, secret=secret)
     try:
-        _write_durably(fd, path, data)
+        _write(fd, path, data, durable=durable)
         yield temporary
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _write_durably(fd: int, path: Path, data: bytes) -> None:
+def _write(fd: int, path: Path, data: bytes, *, durable: bool = True) -> None:
     with naming(path), os.fdopen(fd, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def publish(path: Path, data: bytes, *, secret: bool = False) -> None:
+def publish(path: Path, data: bytes, *, secret: bool = False, durable: bool = True) -> None:
     """Replace ``path`` by ``data`` so that every reader sees the old or the new bytes, never a mixture.
 
-    A ``secret`` is nobody's but the caller's, also in a group's run directory.
+    A ``secret`` is nobody's but the caller's, also in a group's run directory. What need not be ``durable`` costs no
+    disk a sync: after a power cut it may be old, or empty.
 
     Raises:
         OSError: the file system refused; ``path`` is unchanged and nothing is left behind.
     """
     with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
-        with _temporary(path, data, secret=secret) as temporary:
+        with _temporary(path, data, secret=secret, durable=durable) as temporary:
             rename(temporary, path)
-        fsync_directory(path.parent)
+        if durable:
+            fsync_directory(path.parent)
 
 
-def publish_json(path: Path, value: Any) -> None:
+def publish_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """``publish`` of one JSON document."""
-    publish(path, json.dumps(value, indent=1, sort_keys=True).encode())
+    publish(path, json.dumps(value, indent=1, sort_keys=True).encode(), durable=durable)
 
 
 def create_exclusive(path: Path, data: bytes) -> bool:
@@ -83,7 +86,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     and a crash may leave it so). A server may answer "exists" to a repeated request of ours: a second link says so.
     """
     with waiting(f"writing {path}", FILE_SYSTEM, limit_s=None):
-        with _temporary(path, data, secret=False) as temporary:
+        with _temporary(path, data) as temporary:
             made = _link(temporary, path)
             temporary.unlink(missing_ok=True)
         if made is None:
@@ -111,7 +114,7 @@ def _create_by_open(path: Path, data: bytes) -> bool:
         fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return False
-    _write_durably(fd, path, data)
+    _write(fd, path, data)
     fsync_directory(path.parent)
     return True
 

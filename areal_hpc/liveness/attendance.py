@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.liveness import seats
-from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.heartbeat import Pulse, read_heartbeats
 from areal_hpc.liveness.observer import last_words
 from areal_hpc.liveness.picture import Seen, hung_engines
 from areal_hpc.liveness.seats import Seat
@@ -40,9 +39,12 @@ class Attendance:
         """Judge those who hold a seat now; ``roles``, the run's own processes, may wait for them."""
         taken = seats.newest(self._attempt).values()
         self._pulses = {seat: self._pulses.get(seat) or Pulse(self._clock) for seat in taken}
+        beats = read_heartbeats(self._attempt, [seat.name for seat in taken])
         joined: dict[str, tuple[Seat, Seen]] = {}
         for seat, pulse in self._pulses.items():
-            beat = self._beat_of(seat)
+            beat = beats[seat.name]
+            if beat is not None and beat["incarnation"] != seat.incarnation:
+                beat = None  # its last holder's; this one is still coming up
             pulse.see(beat)
             silent_s = pulse.silent_s()
             if silent_s > (self._limits.start_s if beat is None else self._silence_s):
@@ -60,11 +62,6 @@ class Attendance:
         for seat, since in self._hung.items():
             if now - since + self._half_s >= self._limits.engine_s:
                 self._give_up(seat, f"hangs: {sentences[seat]}; longer than limits.engine_s")
-
-    def _beat_of(self, seat: Seat) -> dict[str, Any] | None:
-        """The last heartbeat, where this process left it; one that is still coming up may find another's."""
-        beat = read_heartbeat(self._attempt, seat.name)
-        return beat if beat is not None and beat["incarnation"] == seat.incarnation else None
 
     def _give_up(self, seat: Seat, why: str) -> None:
         host = seat.holder().get("host", "an unknown host")

@@ -13,11 +13,10 @@ of two hosts differ. The thread shows that the process runs, not that it gets an
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +71,7 @@ def beating(
                         "ended": ended,
                         **state(),
                     },
+                    durable=False,  # it says that the process lives, which no power cut leaves true
                 )
                 failing = False
             except OSError as error:  # a full disk must not end a run that could go on without this
@@ -90,8 +90,14 @@ def beating(
 
 def read_heartbeat(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
     """The newest heartbeat of process ``name`` (trainer-0); None while there is none, or it is stale for an instant."""
-    path = attempt.heartbeats / f"{name}.json"
-    return read_replaced(path) if path.name in names_in(path.parent) else None
+    return read_heartbeats(attempt, [name])[name]
+
+
+def read_heartbeats(attempt: AttemptDir, names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
+    """The same of many processes, which a run of hundreds lists once and not once for each."""
+    listed = set(names_in(attempt.heartbeats))
+    paths = {name: attempt.heartbeats / f"{name}.json" for name in names}
+    return {name: read_replaced(path) if path.name in listed else None for name, path in paths.items()}
 
 
 class Pulse:
@@ -129,9 +135,10 @@ def watch_pulses(
     began = clock()
     pulses: dict[str, Pulse] = {}
     while True:
-        for file_name in sorted(os.listdir(attempt.heartbeats)):
-            if match := HEARTBEAT_NAME.fullmatch(file_name):
-                pulses.setdefault(match[1], Pulse(clock)).see(read_heartbeat(attempt, match[1]))
+        files = sorted(names_in(attempt.heartbeats))
+        names = [match[1] for file_name in files if (match := HEARTBEAT_NAME.fullmatch(file_name))]
+        for name, beat in read_heartbeats(attempt, names).items():
+            pulses.setdefault(name, Pulse(clock)).see(beat)
         if all(pulse.moved or pulse.ended for pulse in pulses.values()) or clock() - began >= limit_s:
             break
         sleep(LOOK_S)

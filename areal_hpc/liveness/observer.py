@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from areal_hpc.cluster.owner import HANGING, STOPPED, Owner
-from areal_hpc.liveness.heartbeat import Pulse, read_heartbeat
+from areal_hpc.liveness.heartbeat import Pulse, read_heartbeats
 from areal_hpc.liveness.picture import Seen
 from areal_hpc.run_dir import AttemptDir
 from areal_hpc.waits import Achieved, Wait
@@ -39,10 +39,9 @@ class Observer:
 
     def look(self, names: Collection[str]) -> list[Seen]:
         """The processes ``names`` as they are now."""
-        return [self._look(name) for name in names]
+        return [self._judge(name, beat) for name, beat in read_heartbeats(self._attempt, names).items()]
 
-    def _look(self, name: str) -> Seen:
-        beat = read_heartbeat(self._attempt, name)
+    def _judge(self, name: str, beat: dict[str, Any] | None) -> Seen:
         pulse = self._pulses.setdefault(name, Pulse(self._clock))
         pulse.see(beat)
         silent_s = pulse.silent_s()

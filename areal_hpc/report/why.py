@@ -14,7 +14,7 @@ from areal_hpc.errors import GenerationError
 from areal_hpc.fs import read_if_listed
 from areal_hpc.keys import engine_token, read_key
 from areal_hpc.liveness.alone import alone
-from areal_hpc.liveness.heartbeat import SILENT_S, read_heartbeat
+from areal_hpc.liveness.heartbeat import SILENT_S, read_heartbeats
 from areal_hpc.liveness.observer import Observer, last_words
 from areal_hpc.liveness.picture import Seen, explain, sentence
 from areal_hpc.liveness.seats import vacant
@@ -93,8 +93,8 @@ def _observe(
 
 def _last_words(attempt: AttemptDir, names: Sequence[str]) -> list[Seen]:
     """Of those that did not end by themselves."""
-    beats = {name: read_heartbeat(attempt, name) for name in names}
-    return [last_words(name, beat) for name, beat in beats.items() if beat is not None and not beat["ended"]]
+    beats = read_heartbeats(attempt, names).items()
+    return [last_words(name, beat) for name, beat in beats if beat is not None and not beat["ended"]]
 
 
 async def _answers(run: RunDir, attempt: AttemptDir, names: Sequence[str]) -> list[str]:

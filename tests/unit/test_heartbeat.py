@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.fs import publish_json
 from areal_hpc.liveness import heartbeat as module
-from areal_hpc.liveness.heartbeat import Pulse, beating, read_heartbeat
+from areal_hpc.liveness.heartbeat import Pulse, beating, read_heartbeat, read_heartbeats
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 
@@ -49,6 +49,26 @@ def test_a_process_counts_while_it_runs_and_says_when_it_ends(attempt: AttemptDi
     assert beat_of(attempt) == last, "it still counts"
 
 
+def test_a_sign_of_life_costs_no_disk_a_sync(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server syncs a disk that it has in common, and every process of a run beats."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with beating(attempt, "rollout", 2, 3, beat_s=0.001):
+        until(lambda: (read_heartbeat(attempt, "rollout-2") or {"counter": 0})["counter"] > 2)
+    assert synced == []
+
+
+def test_many_signs_of_life_are_listed_once(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name of a directory of hundreds is told at each listing, so that one for each process would be 100,000."""
+    for index in range(300):
+        publish_json(attempt.heartbeat("rollout", index), beat(index), durable=False)
+    listings, listed = list[str](), os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: (listings.append(str(path)), listed(path))[1])
+    beats = read_heartbeats(attempt, [f"rollout-{index}" for index in range(301)])
+    assert [found and found["counter"] for found in beats.values()] == [*range(300), None]
+    assert listings == [str(attempt.heartbeats)]
+
+
 def test_a_process_that_fails_says_that_it_has_ended(attempt: AttemptDir) -> None:
     with pytest.raises(ZeroDivisionError), beating(attempt, "rollout", 2, 0):
         raise ZeroDivisionError
@@ -60,7 +80,7 @@ def test_a_full_disk_silences_the_heartbeat_and_not_the_process(
 ) -> None:
     refused = []
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         refused.append(1)
         raise OSError(28, "No space left on device")
 
