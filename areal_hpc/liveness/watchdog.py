@@ -1,6 +1,6 @@
 """The launcher's watchdog: names who is stuck, has everybody show what it does, and in the end gives the attempt up.
 
-    look(running)       each WATCH_S, from the launcher's loop
+    look(running)       each WATCH_S or, of many processes, more rarely; from the launcher's loop
         all get on      nothing
         quiet_s         a warning says who waits for whom; every role's stacks are in attempts/N/stacks/
         engine_s        an engine that hangs by itself is killed; the launcher replaces it, its prompts run again;
@@ -36,6 +36,8 @@ from areal_hpc.run_dir import AttemptDir
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
+WATCH_EACH_S = 0.01
+"""Of more than a hundred processes so many heartbeats a second are read, each of them a request to a file server."""
 REPEAT_S = 30.0
 """Shortest time until another root is named: the roots of one stall may change with each look."""
 
@@ -64,7 +66,7 @@ class Watchdog:
         now = self._clock()
         if now < self._next_look or not running:
             return
-        self._next_look = now + min(WATCH_S, self._half_s)
+        self._next_look = now + min(max(WATCH_S, WATCH_EACH_S * len(running)), self._half_s)
         processes = {f"{role}-{index}": process for (role, index), process in running.items()}
         seen = self._observer.look(processes)
         self._attendance.look(seen)

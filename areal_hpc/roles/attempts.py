@@ -51,6 +51,9 @@ IRREPLACEABLE = ("trainer", "generator")
 """The second in deterministic training only: an engine that starts anew lacks the older weights, by which some groups
 are still to be sampled."""
 
+FILES_A_LOOK = 16
+"""Records of so many processes are read at each look of the supervisor, 64 files a second; of more in turn."""
+
 Record = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -187,8 +190,8 @@ class Attempts:
         records = RecordReader(attempt.telemetry)
         trackers = Trackers(open_sinks(config.telemetry, self.run, lambda: wandb_id(self.run, epoch)))
 
-        def show() -> None:
-            for one in records.poll():
+        def show(most: int | None = FILES_A_LOOK) -> None:
+            for one in records.poll(most):
                 trackers.follow(one)
                 self.console.feed([one])
             self.console.feed([])
@@ -229,7 +232,7 @@ class Attempts:
                     )
             finally:
                 ended = launcher.stop(config.limits.stop_s, at_once=at_once)
-                show()
+                show(most=None)
         if outcome == "stopped" and self.signals.insist:
             return "aborted"
         if outcome == "stopped":

@@ -18,6 +18,7 @@ import math
 import numbers
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,15 +151,27 @@ class RecordReader:
         self._roles = frozenset(roles)
         self._last_bytes = last_bytes
         self._offsets: dict[str, int] = {}
+        self._last = ""  # file of the last poll that did not open all
         self.num_damaged = 0
 
-    def poll(self) -> Iterator[Record]:
-        """The records written since the last poll, in order within each file; stops before a torn last line."""
+    def poll(self, most: int | None = None) -> Iterator[Record]:
+        """The records written since the last poll, in order within each file; stops before a torn last line.
+
+        Args:
+            most: files that are opened at most, in turn; None is all of them. Every open is a request to the server
+                that all jobs share, and a run may have a file for each of a thousand processes.
+        """
         with waiting(f"listing {self._directory}", FILE_SYSTEM, limit_s=None):
-            names = os.listdir(self._directory) if self._directory.is_dir() else []
-        for name in sorted(names):
-            if name.endswith(".jsonl") and (not self._roles or name.rpartition("-")[0] in self._roles):
-                yield from self._tail(name)
+            names = sorted(filter(self._is_told, os.listdir(self._directory))) if self._directory.is_dir() else []
+        if most is not None and len(names) > most:
+            following = bisect_right(names, self._last)
+            names = [*names[following:], *names[:following]][:most]
+            self._last = names[-1]
+        for name in names:
+            yield from self._tail(name)
+
+    def _is_told(self, name: str) -> bool:
+        return name.endswith(".jsonl") and (not self._roles or name.rpartition("-")[0] in self._roles)
 
     def _tail(self, name: str) -> Iterator[Record]:
         with self._opened(name) as file:

@@ -121,6 +121,24 @@ def test_only_the_roles_asked_for_are_read(tmp_path: Path) -> None:
     assert roles == ["evaluator", "trainer"]
 
 
+def test_of_more_files_than_are_to_be_opened_each_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = list[str](), Path.open
+    recorders = [open_recorder(tmp_path, "rollout", index) for index in range(7)]
+    reader = RecordReader(tmp_path)
+    monkeypatch.setattr(Path, "open", lambda path, *args: (opened.append(path.name), real(path, *args))[1])
+    for index, recorder in enumerate(recorders):
+        recorder.record("group", {"n": index})
+    polls = [[record.values["n"] for record in reader.poll(most=3)] for _ in range(2)]
+    assert polls == [[0, 1, 2], [3, 4, 5]]
+    recorders[0].record("group", {"n": 7})
+    assert [record.values["n"] for record in reader.poll(most=3)] == [6, 7]  # and the second file, without news
+    assert len(opened) == 9
+    recorders[2].record("group", {"n": 8})
+    assert [record.values["n"] for record in reader.poll(most=7)] == [8]
+    recorders[2].record("group", {"n": 9})
+    assert [record.values["n"] for record in reader.poll()] == [9]
+
+
 @pytest.mark.parametrize("last_bytes", [1, 50, 99, 100, 101, 150, 200, 250, 299, 300, 400])
 def test_the_end_of_a_file_starts_at_a_whole_line(tmp_path: Path, last_bytes: int) -> None:
     recorder = open_recorder(tmp_path)

@@ -21,6 +21,7 @@ from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import Stalled
 from areal_hpc.fs import read_if_listed
 from areal_hpc.liveness import seats, stacks
+from areal_hpc.liveness.picture import Seen
 from areal_hpc.liveness.watchdog import Watchdog
 from areal_hpc.run_dir import AttemptDir, RunDir
 from areal_hpc.waits import ANYBODY, FILE_SYSTEM
@@ -94,6 +95,21 @@ def test_a_run_that_gets_on_is_left_alone(world: World, caplog: pytest.LogCaptur
     assert caplog.records == []
     assert world.asked == []
     assert not world.attempt.stall.exists()
+
+
+@pytest.mark.parametrize(("num_others", "looks"), [(0, 30), (300, 10), (3000, 3)])
+def test_many_are_looked_at_more_rarely_and_never_too_rarely_to_name_a_stall(
+    world: World, monkeypatch: pytest.MonkeyPatch, num_others: int, looks: int
+) -> None:
+    """In 30 seconds: each second, each three, and each twelve, which is half of ``quiet_s``."""
+    looked: list[float] = []
+    monkeypatch.setattr(
+        world.watchdog._observer, "look", lambda names: looked.append(world.now) or [Seen(name="trainer-0", ended=True)]
+    )
+    others = {("generator", index): Process(1) for index in range(num_others - 2)}
+    world.running |= others
+    world.until(30.0, lambda: None)
+    assert len(looked) == looks
 
 
 def test_a_stall_is_named_once_and_in_time_and_then_ends_the_attempt(
