@@ -120,7 +120,8 @@ def detect_bound(environment: Mapping[str, str] = os.environ) -> Accelerator:
 
 
 def _require_all(row: Accelerator, environment: Mapping[str, str]) -> None:
-    """
+    """Check that every device that the process was given is there.
+
     Raises:
         DevicesLost: there are fewer devices of this kind than the process was given.
     """

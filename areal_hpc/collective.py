@@ -235,7 +235,7 @@ def _no_part_of_the_default_group() -> Iterator[None]:
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup) -> None:
-    """From rank 0 to all others; it is there when this returns, on devices as well.
+    """Send ``tensor`` from rank 0 to all others; it is there when this returns, on devices as well.
 
     Raises:
         RuntimeError: a member died, or did not take part within the group's limit.

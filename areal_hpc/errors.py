@@ -115,7 +115,7 @@ class NodeLost(RoleDied):
 
     @property
     def node(self) -> str:
-        """As Slurm names it."""
+        """The node's name, as Slurm has it."""
         return str(self.args[1])
 
 

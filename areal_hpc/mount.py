@@ -44,7 +44,7 @@ class Mount:
     """Whether link(2) works; without it claims are made by O_EXCL."""
     free_bytes: int
     free_inodes: int | None
-    """None where the file system has no fixed number of them."""
+    """Files that may still be made; None where the file system has no fixed number of inodes."""
 
     def record(self) -> Mapping[str, Any]:
         return asdict(self)

@@ -118,7 +118,7 @@ class WeightTransport(Protocol):
 
     @property
     def route(self) -> str:
-        """By which way the weights go, for messages."""
+        """Which way the weights take, for messages."""
 
     async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]: ...
 
@@ -173,7 +173,7 @@ class RolloutWriter(Protocol):
     ``version`` is the newest published weight version; ``reissues`` are positions that this worker must run again.
     An episode that began before its ticket (of an agent in daily use, who cannot be asked to wait) names the ``oldest``
     weights behind it, in steps, and the ticket is of those: the bound on staleness then holds for it as well.
-    ``lacks`` names what a writer waits for that gets no ticket now, always in the same words, and says how that stands.
+    ``lacks`` tells what a writer that gets no ticket now waits for, always in the same words, and how that stands.
     Every call raises Fenced once a newer attempt owns the run.
     """
 
@@ -230,7 +230,8 @@ class RolloutReader(Protocol):
 
 
 Fetch: TypeAlias = Callable[[Sequence[GroupRef]], list[TrajectoryGroup | CorruptRecord]]
-"""How a trainer's rank has the groups of its share, in the order of their references; damaged ones as what says so."""
+"""How a trainer rank reads the groups of its share: in the order of their references, an error in place of a damaged
+one."""
 
 
 class Peers(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Record = NDArray[np.uint8] | NDArray[np.uint16]
+ExpertRecord = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 class Routing(NamedTuple):
@@ -30,20 +30,20 @@ class Routing(NamedTuple):
     def __str__(self) -> str:
         return f"{self.num_layers} layers with {self.num_per_token} of {self.num_experts} experts a token"
 
-    def unrecorded(self, num_tokens: int) -> Record:
+    def unrecorded(self, num_tokens: int) -> ExpertRecord:
         """A record of tokens of which nothing is known."""
         dtype: Any = np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16
         return np.full((num_tokens, self.num_layers, self.num_per_token), no_expert(dtype), dtype=dtype)
 
-    def misfit(self, record: Record) -> str:
-        """Of which other model a record is, as far as can be seen; empty where this one may replay it."""
+    def misfit(self, record: ExpertRecord) -> str:
+        """Why this model cannot replay the record, as far as can be seen; empty where it may."""
         _, num_layers, num_per_token = record.shape
         if (num_layers, num_per_token) != (self.num_layers, self.num_per_token):
             return f"{num_layers} layers with {num_per_token} experts a token"
         highest = int(record.max(initial=0, where=record != no_expert(record.dtype)))
         return f"more than {highest} experts" if highest >= self.num_experts else ""
 
-    def whole(self, parts: Sequence[Record], num_tokens: int) -> Record:
+    def whole(self, parts: Sequence[ExpertRecord], num_tokens: int) -> ExpertRecord:
         """One record of so many tokens: the parts, one after the other, and nothing of the tokens behind them."""
         known = sum(len(part) for part in parts)
         return np.concatenate([*parts, self.unrecorded(num_tokens - known)])
@@ -54,8 +54,9 @@ def no_expert(dtype: np.typing.DTypeLike) -> int:
     return int(np.iinfo(np.dtype(dtype)).max)
 
 
-def check_record(record: Record | None, num_tokens: int) -> None:
-    """
+def check_record(record: ExpertRecord | None, num_tokens: int) -> None:
+    """Check that ``record``, if there is one, has the shape and type of a record.
+
     Raises:
         ValueError: it is not a record of so many tokens.
     """
@@ -63,7 +64,7 @@ def check_record(record: Record | None, num_tokens: int) -> None:
         raise ValueError(f"a record of experts of {num_tokens} tokens cannot be {record.dtype} {record.shape}")
 
 
-def joined(records: Sequence[Record | None], lengths: Sequence[int]) -> Record | None:
+def joined(records: Sequence[ExpertRecord | None], lengths: Sequence[int]) -> ExpertRecord | None:
     """Records of sequences of these lengths, one after the other; None where no sequence has one."""
     known = next((record for record in records if record is not None), None)
     if known is None:
@@ -77,7 +78,7 @@ def joined(records: Sequence[Record | None], lengths: Sequence[int]) -> Record |
     )
 
 
-def overlaid(records: Sequence[tuple[int, Record]], num_tokens: int) -> Record | None:
+def overlaid(records: Sequence[tuple[int, ExpertRecord]], num_tokens: int) -> ExpertRecord | None:
     """The record of a sequence, of records of stretches of it; where they overlap the later one counts.
 
     Args:
@@ -92,6 +93,6 @@ def overlaid(records: Sequence[tuple[int, Record]], num_tokens: int) -> Record |
     return whole
 
 
-def replayed(record: Record) -> NDArray[np.int32]:
+def replayed(record: ExpertRecord) -> NDArray[np.int32]:
     """The record as a router wants it: -1 where no expert stands."""
     return np.where(record == no_expert(record.dtype), -1, record.astype(np.int32)).astype(np.int32)

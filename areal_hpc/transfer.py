@@ -32,6 +32,6 @@ class Reception:
     """How an engine takes an update that comes in buckets."""
 
     stages: bool
-    """Beside what it samples with, so that it is paused after the last one only."""
+    """Whether buckets are put beside the weights that it samples with, so that it is paused only after the last one."""
     proves: bool
-    """By the checksums in the specs."""
+    """Whether the engine proves what comes, by the checksums in the specs."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.routing import Record, check_record
+from areal_hpc.routing import ExpertRecord, check_record
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -35,6 +35,9 @@ TokenLogprob = tuple[float, int]
 
 NOT_SAMPLED = -1
 """Version of a token that no policy of this run sampled: prompts, tool output, chat history."""
+
+MAX_SEED = 1 << 31
+"""Sampling seeds, of episodes and of their turns, stay below this."""
 
 
 class StopReason(StrEnum):
@@ -59,7 +62,7 @@ class WeightVersion(NamedTuple):
     step: int
 
     def no_newer_than(self, step: int | None) -> WeightVersion:
-        """The same attempt's weights, of ``step`` if that is older."""
+        """These weights, or the same attempt's of ``step`` if that is older."""
         return self if step is None or step >= self.step else WeightVersion(self.epoch, step)
 
 
@@ -78,9 +81,10 @@ class Prompt:
 class Sampling:
     """How an engine samples. Log-probs that come back are those of the distribution this describes.
 
-    SGLang tells those of a narrowed distribution only where ``top_k`` bounds it, so that it is given one of
-    ``generation.answers.NARROWED_TOP_K`` where ``top_p`` or ``min_p`` come without, or with a larger one. Where there
-    are several limits, ``top_p`` is with vLLM that of what the others leave, elsewhere that of the whole distribution.
+    Two things differ between engines. SGLang tells log-probs of a narrowed distribution only where ``top_k`` bounds it,
+    so a request with ``top_p`` or ``min_p`` and no ``top_k``, or a larger one, is sent with
+    ``generation.answers.NARROWED_TOP_K``. And beside other limits vLLM applies ``top_p`` to what these leave, while
+    the other engines apply it to the whole distribution.
     """
 
     max_new_tokens: int
@@ -98,8 +102,8 @@ class Sampling:
     """JSON schema, as JSON, that the answer is forced to follow; empty is any text. Log-probs are those of what it
     leaves (``dialogue.grammar``)."""
     structural_tag: str = ""
-    """Which texts in an answer begin something of a fixed form, such as a call of a tool, and that form, as SGLang's
-    JSON; empty is any text. Log-probs as with a schema; there is at most one of the two."""
+    """Texts that begin something of a fixed form in an answer, such as a tool call, and that form, as SGLang's JSON;
+    empty is any text. Log-probs are as with a schema; at most one of the two is set."""
 
     @property
     def is_forced(self) -> bool:
@@ -145,7 +149,7 @@ class Completion:
     text: str = ""
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """[T] of up to ``num_top`` each, the likeliest first; empty where none were asked for."""
-    experts: Record | None = None  # [R, L, K], of the last R tokens of request and answer: from experts_from on
+    experts: ExpertRecord | None = None  # [R, L, K], of the last R tokens of request and answer: from experts_from on
 
     def __post_init__(self) -> None:
         if not self.token_ids.shape == self.logprobs.shape == self.versions.shape:
@@ -170,7 +174,7 @@ class Trajectory:
     reward: float
     stop: StopReason
     episode: int = 0  # which episode of its group; the branches of one episode share it
-    experts: Record | None = None  # [T, L, K]
+    experts: ExpertRecord | None = None  # [T, L, K]
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
@@ -337,7 +341,7 @@ class Batch:
     values: Float32Array | None = None  # the critic's, of the state before each token
     returns: Float32Array | None = None  # what the critic is to learn
     eligible: BoolArray | None = None  # trainable tokens that the algorithm does not leave out
-    experts: Record | None = None  # [T, L, K], what the policy's routers are to choose
+    experts: ExpertRecord | None = None  # [T, L, K], what the policy's routers are to choose
 
     def __post_init__(self) -> None:
         for name, array in self._per_token().items():

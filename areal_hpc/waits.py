@@ -30,7 +30,7 @@ FILE_SYSTEM = "the file system"
 REWARD_PROCESS = "a reward process"
 AGENT = "an agent"
 ANYBODY = "whoever asks"
-"""The party of who is idle."""
+"""What a process waits for that is idle."""
 
 
 class _Open:
@@ -79,7 +79,7 @@ class Wait:
     limit_s: float | None = None
     count: int = 1
     about: str = ""
-    """Of the oldest."""
+    """What tells the oldest of them from others of its kind."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Wait:

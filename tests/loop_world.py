@@ -15,7 +15,7 @@ from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.loop import LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup
 
@@ -138,7 +138,7 @@ class World:
         self.loop = TrainingLoop(
             epoch=1,
             step=step,
-            pace=Pace(
+            settings=LoopSettings(
                 total_steps=total_steps, checkpoint_every=checkpoint_every, max_new_tokens=2, starve_s=60.0, seed=1
             ),
             algorithm=self.algorithm,
@@ -148,7 +148,7 @@ class World:
             reader=self.ring.reader if ranks.leads else None,
             publish=self.publish,
             behind=lambda: self.behind.pop() if self.behind else False,
-            pressed=lambda: self.pressed.pop() if self.pressed else False,
+            would_make_room=lambda: self.pressed.pop() if self.pressed else False,
             catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
             commit=lambda step: self.calls.append(f"commit {step}"),
             settle=self.settle,

@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_hpc.config.schema import RolloutConfig, SamplingConfig
 from areal_hpc.protocols import Episode
+from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.types import (
     Completion,
@@ -177,21 +178,42 @@ def config(**knobs: Any) -> RolloutConfig:
     )
 
 
-def runner_of(ring: Ring, engine: Engine, records: Records | None = None, **parts: Any) -> Runner:
-    knobs = {
-        "stream": Stream(),
-        "writer": ring,
+def episodes_of(engine: Engine, **parts: Any) -> EpisodeRunner:
+    knobs: dict[str, Any] = {
         "workflow": Alternating(),
         "generator": engine,
         "renderer": Digits(),
         "score": parity,
         "config": config(),
         "max_tokens": 64,
-        "record": records or Records(),
-        "poll_s": 0.0,
+        "record": Records(),
+        "seed": 1,
         "retry_pause_s": 0.0,
     }
-    return Runner(**knobs | parts)
+    return EpisodeRunner(**knobs | parts)
+
+
+def runner_of(
+    ring: Ring,
+    engine: Engine,
+    records: Records | None = None,
+    *,
+    engines: Callable[[], str] = str,
+    stall_s: float = 60.0,
+    **parts: Any,
+) -> Runner:
+    """``parts`` are of the episodes; configuration and records are the runner's as well."""
+    parts = {"config": config(), "record": records or Records(), **parts}
+    return Runner(
+        episodes=episodes_of(engine, **parts),
+        stream=Stream(),
+        writer=ring,
+        config=parts["config"],
+        record=parts["record"],
+        engines=engines,
+        poll_s=0.0,
+        stall_s=stall_s,
+    )
 
 
 def run(test: Awaitable[None]) -> None:

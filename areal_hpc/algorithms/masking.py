@@ -40,7 +40,13 @@ class Rejection:
 
 
 def reject(
-    *, proximal: Tensor, behaviour: Tensor, mask: Tensor, segments: Tensor, config: RejectionConfig
+    *,
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    config: RejectionConfig,
+    eligible: Tensor | None = None,
 ) -> Rejection:
     """Keep the trainable tokens whose metric lies in [lower, upper], both ends included.
 
@@ -53,10 +59,11 @@ def reject(
         mask: bool [T], the trainable tokens.
         segments: int64 [T], which sequence (0 or more) a token belongs to; sequences must be whole.
         config: one that ``algorithm_checks.check_rejection`` accepts.
+        eligible: bool [T], tokens that somebody else has not left out already; None is all. Others count as rejected.
     """
     proximal, behaviour = proximal.detach(), behaviour.detach()
     difference = log_difference(proximal, behaviour)  # [T]
-    judged = mask & difference.isfinite()
+    judged = (mask if eligible is None else mask & eligible) & difference.isfinite()
     weight = difference.exp()
     metric = weight if config.metric is Metric.RATIO else kl_divergence(config.metric, proximal, behaviour)
     if config.level is RejectionLevel.SEQUENCE and config.metric is Metric.RATIO:

@@ -91,7 +91,7 @@ def objective(inputs: LossInputs, config: AlgorithmConfig, surrogate: Surrogate)
         loss = loss + inputs.kl_coef * divergence
     stats = (
         rejection.stats
-        | _policy_stats(inputs, proximal)
+        | _policy_stats(inputs)
         | stats
         | kl_stats
         | {
@@ -133,13 +133,13 @@ def _rejection(inputs: LossInputs, proximal: Tensor, config: AlgorithmConfig) ->
     if not config.decoupled:
         eligible = inputs.mask if inputs.eligible is None else inputs.mask & inputs.eligible
         return accept(eligible, inputs.mask, inputs.current.dtype)
-    assert inputs.eligible is None, "what chooses tokens by itself is not decoupled as well"
     return reject(
         proximal=proximal,
         behaviour=inputs.behaviour,
         mask=inputs.mask,
         segments=inputs.segments,
         config=config.rejection_sampling,
+        eligible=inputs.eligible,
     )
 
 
@@ -153,9 +153,14 @@ def _reference_kl(inputs: LossInputs, terms: Terms, config: AlgorithmConfig) -> 
     return divergence, {"reference_kl": mean_of(divergence, comparable)}
 
 
-def _policy_stats(inputs: LossInputs, proximal: Tensor) -> Stats:
-    """How far proximal and behaviour policy are apart, in log-probs and in versions."""
-    gap = log_difference(proximal, inputs.behaviour).abs()
+def _policy_stats(inputs: LossInputs) -> Stats:
+    """How far what the trainer computes is from the behaviour policy, in log-probs and in versions.
+
+    Where no proximal log-probs were computed, the current ones are what was: all else stands in for them, and is made
+    of the behaviour policy's own.
+    """
+    computed = inputs.current.detach() if inputs.proximal is None else inputs.proximal
+    gap = log_difference(computed, inputs.behaviour).abs()
     comparable = inputs.mask & gap.isfinite()
     sampled = inputs.mask & (inputs.versions >= 0)
     staleness = (inputs.version_now - 1 - inputs.versions).float()

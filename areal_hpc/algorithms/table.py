@@ -36,7 +36,7 @@ class Algorithm:
 
     outcomes: AdvantageFunction
     loss: LossFunction
-    """Of tokens; not used where there is a loss of pairs."""
+    """The loss of tokens; not used where there is a loss of pairs."""
     pair_loss: PairLoss | None
     token_level: bool
     critic: bool

@@ -22,7 +22,7 @@ class Limit(NamedTuple):
     """What CONTROL tells one writer."""
 
     num_tickets: int
-    """Of its chain that may have begun by now, as ``Ledger.ended`` counts them."""
+    """How many tickets of its chain may have begun by now, as ``Ledger.ended`` counts them."""
     short: bool
     """Whether it would be more, had the ring room for more bytes."""
 
@@ -37,7 +37,8 @@ class Shortage(NamedTuple):
 
 
 class Account:
-    """
+    """The tickets and bytes of all writers.
+
     Args:
         live: by slot, the chain that its writer adds to.
         retired: chains with files that nobody writes any more.
@@ -68,7 +69,7 @@ class Account:
         return {"bytes": self.held_bytes(), **quota}
 
     def limits(self, version: WeightVersion) -> tuple[list[Limit], int]:
-        """Of each slot, while ``version`` is published; and the bytes that are held or on their way, under a quota."""
+        """The limit of each slot while ``version`` is published; and the bytes held or on their way, under a quota."""
         ledger, slots = self._ledger, range(self._ledger.num_slots)
         if self._quota is None:
             return [Limit(ledger.limit(chain_of(self._live, slot), slot), False) for slot in slots], 0

@@ -49,7 +49,7 @@ STOP_S = 60.0
 
 
 class ChainName(NamedTuple):
-    """Who wrote a chain. As text the directory's name; order by value is order of age within a slot."""
+    """Who wrote a chain. Its text is the directory's name; within a slot it sorts by age."""
 
     slot: int
     epoch: int
@@ -91,7 +91,7 @@ class _Batch:
         self.since = time.monotonic()
         self.newest_ticket = self.next_seq = -1
         self.commit = b""
-        """What it is owed once it is durable; empty while it is open."""
+        """Its COMMIT record, to be written once the batch is durable; empty while the batch is open."""
 
     def add(self, record: Sequence[bytes], ticket: int) -> None:
         end = self.size + sum(map(len, record))
@@ -260,7 +260,7 @@ class ChainWriter:
             self._owed = b""
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Write ``data`` behind what is durable; it is so, too, on return."""
+        """Append ``data`` to the segment, behind what is durable; on return it is durable as well."""
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):
@@ -283,7 +283,7 @@ class ChainWriter:
         self._finish_seal()
 
     def _seal(self, following: str | None) -> bytes:
-        """It takes no number of its own: those of records that wait already go on behind it."""
+        """The SEAL record. It takes no sequence number, since records that wait already have the next ones."""
         return frame(RecordType.SEAL, self._next_seq, self._owner, {"next": following})
 
     def _finish_seal(self) -> None:
@@ -328,7 +328,8 @@ class GroupCommit:
         return self._error is not None
 
     def check(self) -> None:
-        """
+        """Check that commits succeed, or have failed for a short time only.
+
         Raises:
             RunDirError: the chain has not been writable for ``patience_s``, or never will be.
         """

@@ -68,7 +68,8 @@ class Control:
 
 
 def publish_control(run: RunDir, control: Control) -> None:
-    """
+    """Replace CONTROL.json, unless a newer attempt owns the run.
+
     Raises:
         Fenced: a newer attempt owns the run; nothing was published.
     """

@@ -98,7 +98,8 @@ def _claim_path(run: RunDir, epoch: int) -> Path:
 
 
 def check_fence(run: RunDir, epoch: int) -> None:
-    """
+    """Check that attempt ``epoch`` is still the newest one; call it before anything that only the owner may do.
+
     Raises:
         Fenced: a newer attempt than ``epoch`` owns the run.
     """
@@ -108,7 +109,8 @@ def check_fence(run: RunDir, epoch: int) -> None:
 
 
 def write_start(run: RunDir, epoch: int, record: StartRecord) -> None:
-    """
+    """Write down, once, how attempt ``epoch`` begins.
+
     Raises:
         RunDirError: this epoch has a start record already: two trainers believe that they own it.
     """

@@ -133,7 +133,8 @@ class Ledger:
             self._account(key, ticket.position, reason if self._survives(ticket.version) else Drop.NEWER)
 
     def retired(self, chain: str, slot: int) -> None:
-        """No more records come from ``chain``: what it had in flight is run again, what it sealed burdens ``slot``."""
+        """No more records come from ``chain``: what it had in flight is run again, and what it sealed counts against
+        the share of ``slot``."""
         for key in [key for key in self.in_flight if key.chain == chain]:
             position = self.in_flight.pop(key).position
             self._finish(key)
@@ -229,8 +230,8 @@ class Ledger:
         return sum(owner == slot for owner in self._carried.values())
 
     def ended(self, chain: str) -> int:
-        """Tickets of ``chain`` in whose place others may begin, without those that its writer has dropped and counts
-        itself; in a fixed order, where nothing takes their place, with them."""
+        """Tickets of ``chain`` whose slots are free again. Those that its writer dropped are left out, since the writer
+        counts them itself; in a fixed order, where no other ticket takes their place, they are counted here."""
         return self.freed[chain] if self.order is None else len(self.finished.get(chain, ()))
 
     def limit(self, chain: str, slot: int) -> int:
@@ -327,7 +328,7 @@ class Ledger:
         return sorted((ref for ref in self.waiting.values() if ref.position in positions), key=lambda ref: ref.position)
 
     def _unsettled(self, positions: range) -> list[int]:
-        """Those of ``positions`` that are neither in the ring nor consumed."""
+        """The ``positions`` that are neither in the ring nor consumed."""
         new = range(max(positions.start, self.consumed.low), positions.stop)
         return [p for p in new if p not in self.consumed and p not in self._held]
 

@@ -52,7 +52,8 @@ class FixedOrder:
         return published.step == version
 
     def check(self, group: TrajectoryGroup) -> None:
-        """
+        """Check that the weights of the group's position sampled all of its tokens.
+
         Raises:
             GenerationError: an engine sampled some of the tokens by other weights than the position's.
         """

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 SHORTEST_S = 0.02
 """Also for who commits each group at once: the file is looked at between two of them, too."""
-SERVED_RARER = 4.0
-"""With 0.2 s between two commits, what is sealed is seen within about a second all the same."""
+SERVED_RARER = 5.0
+"""With 0.2 s between two commits a chain is looked at each second, and half of what is sealed is seen in less."""
 LONGEST_S = 1.0
 OF_SILENCE = 0.25
 

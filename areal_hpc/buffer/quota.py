@@ -6,17 +6,18 @@
 
     held + tickets that may begin or are in flight, charged     <= max_mb
 
-What a group takes less than it was charged is given to others as soon as the trainer has seen it. Three things may
-come on top: what a group takes more (an agent's that branches, or with records of experts; all are charged as much from
-then on, but some are in flight); the two small records of each prompt that a writer drops, until the trainer knows; and
-what a worker of an earlier attempt still writes that has not ended.
+Where a group takes less than it was charged, the rest is given to others as soon as the trainer has seen the group.
+Three things may come on top of the quota: a group larger than any before (an agent's that branches, or one with records
+of experts; from then on all are charged as much, but some are in flight); two small records for each prompt that a
+writer drops, until the trainer knows; and what a worker of an earlier attempt writes that has not ended yet.
 
-Segments go once a checkpoint and the one before it cover them, so what is kept of consumed groups is what lies between
-now and the last but one. ``is_crowded`` asks for a checkpoint before that becomes too much. Of what groups that are not
-consumed can leave, a third may be consumed since the last checkpoint was begun; another third lies between it and the
-one before; and the last until a checkpoint that is being written is durable. So nothing waits for room where a third
-holds a step: with s = max_staleness and B groups a step these are (s + 1) B groups that are not consumed, s B at most
-that are and lie behind one that is not, and 3 B; and a fifteenth more for the writers' open segments.
+A segment is deleted once a checkpoint and the one before it cover it, so consumed groups stay on the disk from the last
+checkpoint but one on. ``is_crowded`` asks for a checkpoint before these take too much. The room that unconsumed groups
+leave is divided by three: for groups consumed since the newest checkpoint was begun, for those consumed between it and
+the checkpoint before, and for those that will be consumed until a checkpoint that is being written is durable. As long
+as a third holds one step's groups, nobody waits for room. With s = max_staleness and B groups a step that takes room
+for (s + 1) B unconsumed groups, for at most s B consumed ones that stand behind an unconsumed one in their chain, for
+3 B in the thirds, and a fifteenth more for the writers' open segments.
 """
 
 from __future__ import annotations
@@ -64,20 +65,20 @@ def size_of(segments: Iterable[Segment]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One writer's tickets, as the trainer knows of them."""
+    """One writer's tickets, as far as the trainer knows."""
 
     in_flight: int
     unused: int
-    """That it was allowed and has not begun."""
+    """Tickets that it may begin and has not begun."""
     wanted: int
-    """That it could begin if there were bytes enough, those that it was allowed among them."""
+    """Tickets that it could begin if there were bytes enough, the unused ones among them."""
 
 
 def allowed(num_tickets: int, standings: Sequence[Standing]) -> list[int]:
     """How many tickets each writer may begin now: no fewer than before, and what is left to those with the fewest.
 
     Args:
-        num_tickets: that may be in flight or about to begin, of all writers.
+        num_tickets: how many tickets of all writers may be in flight or about to begin.
     """
     tickets = [one.unused for one in standings]
     more = [max(0, one.wanted - one.unused) for one in standings]
@@ -119,7 +120,7 @@ class Quota:
         self.charge = max(self.charge, self._largest)
 
     def num_tickets(self, held_bytes: int) -> int:
-        """That may be in flight or about to begin beside what is held; below 0 where that is too much already."""
+        """Tickets that may be in flight or about to begin beside what is held; below 0 where too much is held."""
         return (self.max_bytes - self._small - held_bytes) // self.charge
 
     def is_crowded(

@@ -51,8 +51,8 @@ class RingReader:
         order: the fixed order of deterministic training; None for the oldest first.
         state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
         parent: that checkpoint's version; None for a fresh start.
-        group_bytes: the largest group to expect, with its records; counts where the ring has a quota.
-        groups_per_step: that a step consumes; as well.
+        group_bytes: size of the largest group to expect, with its records; used where the ring has a quota.
+        groups_per_step: groups that a step consumes; used there, too.
         poll_s: how often a chain is looked at, at most; None for ``config.commit_s``, since its writer adds to it no
             more often.
         discover_s: how often new chains are looked for at most.
@@ -329,8 +329,8 @@ class RingReader:
 
 
 def _removed(remove: Callable[[], None]) -> bool:
-    """Whether something is gone. A file deleted while another process on this host reads it stays under a hidden name
-    for as long (NFS "silly rename"), and the directory with it: the next call tries again."""
+    """Whether ``remove`` worked. On NFS a file that is deleted while another process on this host reads it stays there
+    under a hidden name ("silly rename"), and so does its directory: the next call tries again."""
     try:
         remove()
     except FileNotFoundError:
@@ -343,12 +343,12 @@ def _removed(remove: Callable[[], None]) -> bool:
 
 
 def _news(control: Control) -> Control:
-    """Without what only a new writer reads, or a person, and what therefore need not be published for its own sake."""
+    """``control`` without the fields that only a new writer or a person reads: their change alone is not published."""
     return replace(control, slots=tuple(replace(slot, issued=Watermark()) for slot in control.slots), held=0)
 
 
 def lows(state: Mapping[str, Any] | None) -> dict[str, int]:
-    """Of each chain the ticket below which a checkpoint with ``state`` of the ring covers all."""
+    """For each chain the number below which a checkpoint with this ``state`` of the ring covers every ticket."""
     return {} if state is None else {chain: int(numbers["low"]) for chain, numbers in state["finished"].items()}
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_hpc.errors import CorruptRecord, DataError
-from areal_hpc.routing import Record, joined
+from areal_hpc.routing import ExpertRecord, joined
 from areal_hpc.types import NOT_SAMPLED, Baseline, GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
 HEADER = struct.Struct("<4sBBHIIQQII")
@@ -194,7 +194,7 @@ class Body(NamedTuple):
 
     @classmethod
     def of(cls, header: Header, meta: Mapping[str, Any], at: int) -> Body:
-        """Of the DATA record whose header is at ``at`` in its segment."""
+        """The body of the DATA record whose header is at ``at`` in its segment."""
         offset = at + header.head_bytes
         columns, experts = meta.get("columns"), meta.get(EXPERTS)
         return cls(offset, header.body_bytes, header.body_crc, meta["stops"], columns, experts)
@@ -261,7 +261,9 @@ def decode_group(ref: GroupRef, body: bytes) -> TrajectoryGroup:
     )
 
 
-def _experts(position: int, shape: Sequence[int] | None, column: NDArray[Any] | None, num_tokens: int) -> Record | None:
+def _experts(
+    position: int, shape: Sequence[int] | None, column: NDArray[Any] | None, num_tokens: int
+) -> ExpertRecord | None:
     if column is None:
         return None
     whole = (num_tokens, *(shape or ()))

@@ -40,7 +40,8 @@ class ReplayReader:
         return list(refs)
 
     def read(self, ref: GroupRef) -> TrajectoryGroup:
-        """
+        """The group as it was archived.
+
         Raises:
             CorruptRecord: the group's bytes were damaged when it was trained, so that step went on without it.
         """

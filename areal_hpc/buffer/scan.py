@@ -247,7 +247,8 @@ class GroupFetcher:
 
 
 def intact(fetched: Iterable[TrajectoryGroup | CorruptRecord]) -> list[TrajectoryGroup]:
-    """
+    """The groups, for a caller who cannot do without any of them.
+
     Raises:
         CorruptRecord: one of them is damaged.
     """

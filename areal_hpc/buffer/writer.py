@@ -32,7 +32,8 @@ from areal_hpc.watermark import Watermark
 log = logging.getLogger(__name__)
 
 SPACE = "space on the disk"
-"""The trainer's to bring where a checkpoint lets the ring delete something; else a person's."""
+"""What a writer waits for where the disk is nearly full. A checkpoint may let the ring delete something; else a person
+must free some."""
 
 
 class RingWriter:
@@ -42,8 +43,8 @@ class RingWriter:
         capacity: tickets that all writers together may have outstanding, (max_staleness + 1) * groups a step.
         order: the fixed order of deterministic training, which then decides what may begin instead of a share.
         poll_s: how often CONTROL.json is read at most; None follows from ``config.commit_s``.
-        fence_s: how often the epochs are listed at most, and free space looked at; CONTROL.json tells of a new epoch
-            when that publishes.
+        fence_s: how often the epochs are listed and free space is looked at, at most. Between two looks CONTROL.json
+            tells of a newer attempt, once that has published its own.
         patience_s: how long writes may fail (disk full, server away) before a call raises.
 
     Raises:
@@ -97,9 +98,12 @@ class RingWriter:
         return self._control.version if self._control else WeightVersion(self._epoch, -1)
 
     def try_reserve(self, position: int, oldest: int | None = None) -> Ticket | None:
-        """A ticket, no newer than the weights of step ``oldest``, or None while this writer's share or the ring's room
-        is used up (in a fixed order: while other weights are published), the trainer does not follow it yet, its chain
-        cannot be written at the moment, or there is less space than what is under way may need."""
+        """A ticket, no newer than the weights of step ``oldest``; or None.
+
+        None while this writer's share or the ring's room is used up (in a fixed order: while other weights are
+        published), while the trainer does not follow it yet, while its chain cannot be written, and while there is
+        less space on the disk than what is under way may need.
+        """
         self._refresh()
         mine = self._mine()
         if self._control is None or mine is None or self._commits.failing or self._low_space:

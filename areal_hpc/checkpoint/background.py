@@ -12,10 +12,11 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """
-    background.start("the checkpoint of step 20", job)
-    ... result = background.take()              None while the job goes on; raises what the job raised
-    background.wait(60)                         before the next ``start``, and at the end
+    """Runs a job in a thread and hands its result over later.
+
+        background.start("the checkpoint of step 20", job)
+        ... result = background.take()              None while the job goes on; raises what the job raised
+        background.wait(60)                         before the next ``start``, and at the end
 
     The thread is a daemon: a disk that hangs must not keep a process from ending.
     """

@@ -55,9 +55,10 @@ def path_of(run: RunDir, version: WeightVersion) -> Path:
 
 
 def version_of(path: Path) -> WeightVersion:
-    """
+    """The version that the name of a checkpoint's directory tells.
+
     Raises:
-        CheckpointError: nothing is a checkpoint that is not named exactly like one.
+        CheckpointError: the directory is not named exactly like a checkpoint, so it is none.
     """
     match = CHECKPOINT_NAME.fullmatch(path.name)
     if match is None:

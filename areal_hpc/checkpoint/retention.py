@@ -29,7 +29,7 @@ class Keep:
 
 
 def beside_the_newest(versions: Collection[WeightVersion], keep: Keep) -> set[WeightVersion]:
-    """Those of ``versions`` that stay however old they are."""
+    """The ``versions`` that stay however old they are."""
     scored = [version for version in versions if version.step in keep.scores]
     best = max(scored, key=lambda version: (keep.scores[version.step], version), default=None)
     return {v for v in versions if v == best or (keep.every and v.step % keep.every == 0)}

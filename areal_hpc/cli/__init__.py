@@ -67,11 +67,11 @@ def _denied(error: PermissionError) -> str:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of one command. argparse alone would refuse ``run FILE --resume KEY=VALUE``."""
     parser = _parser()
-    options, more = parser.parse_known_args(arguments)
-    if more and (not hasattr(options, "config") or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:
-        options.config += more
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown and (not hasattr(options, "config") or any(word.startswith("-") for word in unknown)):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:
+        options.config += unknown
     return options
 
 

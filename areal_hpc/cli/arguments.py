@@ -46,9 +46,9 @@ def resolved(words: Sequence[str]) -> Config:
     return read_config(*files_and_overrides(words))
 
 
-def here() -> list[str]:
-    """What is added to the words of a command that starts processes itself: outside of a Slurm job they are processes
-    of this machine, whatever the shape of a job would be."""
+def local_unless_in_job() -> list[str]:
+    """The override for a command that starts processes itself: outside of a Slurm job they are processes of this
+    machine, whatever the shape of a job would be."""
     from areal_hpc.cluster.environment import in_job
 
     return [] if in_job(os.environ) else ["cluster.shape=local"]

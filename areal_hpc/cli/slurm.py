@@ -61,16 +61,16 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    more = [f"--{name}" for name in ("resume", "takeover") if getattr(options, name)]
-    return submit(resolved(options.config), more)
+    run_options = [f"--{name}" for name in ("resume", "takeover") if getattr(options, name)]
+    return submit(resolved(options.config), run_options)
 
 
-def submit(config: Config, more: Sequence[str]) -> int:
-    """Have Slurm run ``config`` with the options ``more`` of ``areal-hpc run``; says where."""
+def submit(config: Config, run_options: Sequence[str]) -> int:
+    """Have Slurm run ``config`` with these options of ``areal-hpc run``, and print where the job is."""
     from areal_hpc.cli import main
     from areal_hpc.roles.submission import submit_run
 
-    print("\n".join(submit_run(config, main, more).lines()))
+    print("\n".join(submit_run(config, main, run_options).lines()))
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import add_config, add_resume, add_run_dir, here, resolved
+from areal_hpc.cli.arguments import add_config, add_resume, add_run_dir, local_unless_in_job, resolved
 from areal_hpc.cli.slurm import submit
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ def _add_eval(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    return _launch(options, resolved([*options.config, *here()]))
+    return _launch(options, resolved([*options.config, *local_unless_in_job()]))
 
 
 def _serve(options: argparse.Namespace) -> int:
     from areal_hpc.roles.service import serving_config
 
-    return _launch(options, serving_config([*options.config, *here()]))
+    return _launch(options, serving_config([*options.config, *local_unless_in_job()]))
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def _launch(options: argparse.Namespace, config: Config) -> int:
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
-    _find_beside()
+    _import_from_here()
     continued = config.cluster.shape is not Shape.LOCAL and allocation(os.environ).continues
     return run_local(
         config,
@@ -130,8 +130,8 @@ def _launch(options: argparse.Namespace, config: Config) -> int:
     )
 
 
-def _find_beside() -> None:
-    """Rewards and tasks may lie beside the configuration: the roles look there, too."""
+def _import_from_here() -> None:
+    """Have modules of rewards and tasks looked for where the command is typed, as the roles do."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
 
@@ -157,7 +157,7 @@ def _replay(options: argparse.Namespace) -> int:
         out.absolute(),
         from_step=options.from_step,
         to_step=options.to_step,
-        overrides=[*options.config, *here()],
+        overrides=[*options.config, *local_unless_in_job()],
         stream=sys.stdout,
     )
 
@@ -167,5 +167,7 @@ def _eval(options: argparse.Namespace) -> int:
     from areal_hpc.telemetry import setup_logging
 
     setup_logging("launcher", 0)
-    _find_beside()
-    return evaluate(resolved([*options.config, *here()]), options.checkpoint, options.step, options.out, sys.stdout)
+    _import_from_here()
+    return evaluate(
+        resolved([*options.config, *local_unless_in_job()]), options.checkpoint, options.step, options.out, sys.stdout
+    )

@@ -53,7 +53,7 @@ class Agent:
         self.orders.put(None)
 
     def follow(self) -> None:
-        """Until it is told to leave, or the launcher is gone."""
+        """Follow orders until it is told to leave, or the launcher is gone."""
         self.say({"ready": True, "machine": Machine.here()})
         while self._obey():
             for ended in self.launcher.died():

@@ -1,4 +1,4 @@
-"""A run's configuration as components of a Slurm job, and its roles as seats on their nodes. Pure functions.
+"""A run's configuration as components of a Slurm job, and its processes placed on their nodes. Pure functions.
 
 component    roles
 trainer      trainer ranks, evaluator, and the launcher on its first node
@@ -52,8 +52,8 @@ def _gpus_of(gres: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where one process of the run sits."""
+class Placement:
+    """The node of one process of the run, and its devices there."""
 
     node: str
     devices: tuple[int, ...] = ()
@@ -190,7 +190,9 @@ def divide(config: Config, allocated: Sequence[Sequence[str]]) -> dict[str, tupl
     return {component.name: tuple(nodes) for component, nodes in zip(components, allocated, strict=True)}
 
 
-def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str, int]) -> dict[tuple[str, int], Seat]:
+def placements(
+    config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str, int]
+) -> dict[tuple[str, int], Placement]:
     """Which node, and which of its devices, each process gets: in blocks, as even as can be.
 
     Args:
@@ -200,7 +202,7 @@ def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str
     Raises:
         ConfigError: there are too few nodes, or a node has fewer GPUs than its processes need; names what is missing.
     """
-    found: dict[tuple[str, int], Seat] = {}
+    found: dict[tuple[str, int], Placement] = {}
     for component in components_of(config):
         where = nodes[component.name]
         taken = dict.fromkeys(where, 0)
@@ -210,7 +212,7 @@ def seats(config: Config, nodes: Mapping[str, Sequence[str]], roles: Mapping[str
             for index, node in enumerate(placed):
                 devices = tuple(range(taken[node], taken[node] + needed))
                 taken[node] += needed
-                found[role, index] = Seat(node=node, devices=devices)
+                found[role, index] = Placement(node=node, devices=devices)
         short = {node: number for node, number in taken.items() if number > component.gpus}
         if short:
             node, number = next(iter(short.items()))

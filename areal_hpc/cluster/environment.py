@@ -30,7 +30,7 @@ class Allocation:
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on with a run; Slurm has then ended every process of the run before."""
+        """Whether the job goes on with a run. Slurm has then ended every process that the run had before."""
         return self.restarts > 0 or bool(self.after)
 
     @property

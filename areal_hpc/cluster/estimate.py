@@ -20,13 +20,13 @@ from areal_hpc.config.schema import Config, Dtype, Recompute, TrainerBackendName
 
 GIB = 1 << 30
 LOGITS_TOKENS, LOGITS_BYTES = 1024, 512 << 20
-"""Of logits that exist at a time: tokens in the reference trainer, bytes on a rank of Megatron's."""
+"""Logits that exist at a time: of so many tokens in the reference trainer, so many bytes on a rank of Megatron's."""
 LOGITS_COPIES = 3
 """Logits, their softmax and its gradient, in float32."""
 PEAK_TFLOPS: Mapping[str, float] = {"v100": 125, "a100": 312, "h100": 989, "h200": 989, "gh200": 989, "b200": 2250}
 """Dense bfloat16 (V100: float16) operations a second in the makers' data sheets, in 10^12, by the name in Slurm."""
 USUAL_SHARE = 0.4
-"""Of the peak that training reaches when it is set up well."""
+"""Share of the peak that training reaches when it is set up well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Size:
 
     parameters: int
     rounded: int
-    """The same, were the number of each tensor's elements rounded up to a power of two."""
+    """The parameters, were the number of each tensor's elements rounded up to a power of two."""
     active: int
-    """Of a mixture of experts: those that one token passes; else all."""
+    """Parameters that one token passes: of a mixture of experts some of them, else all."""
     layers: int
     hidden: int
     activation: int
@@ -122,13 +122,13 @@ def model_size(config: Config) -> Size | None:
 
 
 def trained_parameters(config: Config, size: Size) -> int:
-    """Those that the optimizer has: the adapters', where there are any. Without a critic's."""
+    """How many parameters the optimizer has: the adapters', where there are any; a critic's are left out."""
     lora = config.model.lora
     return lora.rank * sum(size.adapted.get(name, 0) for name in lora.target_modules) or size.parameters
 
 
 def trainer_bytes(config: Config, size: Size) -> tuple[float, float]:
-    """Of one trainer rank: weights, gradients and optimizer, also of a critic; and activations of one micro-batch."""
+    """Bytes of one trainer rank: weights, gradients and optimizer, also a critic's; activations of one micro-batch."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     rounded = width if width < 4 else 0  # the masters are float32, and in float32 they are the weights themselves
     state, lora = float(4 + 4 + 8 + rounded), config.model.lora
@@ -157,7 +157,7 @@ def _logits_bytes(config: Config, size: Size) -> float:
 
 
 def engine_bytes(config: Config, size: Size) -> tuple[float, float]:
-    """Of one device of an engine: weights; and the KV cache with as many of the longest sequences as it may run."""
+    """Bytes of one device of an engine: weights; and the KV cache of as many of the longest sequences as it may run."""
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     ranks = config.generation.tensor_parallel * config.generation.pipeline_parallel
     tokens = config.generation.max_running * config.model.max_tokens
@@ -165,7 +165,7 @@ def engine_bytes(config: Config, size: Size) -> tuple[float, float]:
 
 
 def step_flops(config: Config, size: Size) -> tuple[int, float]:
-    """Of one optimizer step, at most: tokens, and operations of the proximal log-probs and of the training itself."""
+    """One optimizer step at most: its tokens, and the operations of proximal log-probs and training together."""
     tokens = config.algorithm.groups_per_step * config.rollout.group_size * config.model.max_tokens
     return tokens, (2 + 6) * float(size.active) * tokens
 

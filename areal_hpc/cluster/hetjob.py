@@ -110,7 +110,7 @@ class Job:
     components: tuple[ComponentConfig, ...]
     """Complete; one of a plain job."""
     options: tuple[str, ...]
-    """Of the whole job, as they stand in the script."""
+    """Options of the whole job, as they stand in the script."""
     setup: tuple[str, ...] = ()
     requeue: bool = True
     """Go on in the same job; else in the next one of a chain."""

@@ -21,8 +21,8 @@ from areal_hpc.cluster.components import (
     components_of,
     engines_of_node,
     num_devices,
+    placements,
     satellite_of,
-    seats,
 )
 from areal_hpc.cluster.estimate import Size, engine_bytes, gib, model_size, trained_parameters, trainer_bytes
 from areal_hpc.config.cluster import ComponentConfig, Shape
@@ -32,7 +32,7 @@ from areal_hpc.config.schema import Config, Dtype, EngineName, TrainerBackendNam
 
 MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
 UNITS = {"K": 1 << 10, "M": 1 << 20, "": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-"""Of Slurm's --mem; without a unit it counts megabytes."""
+"""Units of Slurm's --mem; without one it counts megabytes."""
 ENGINES = ("generator", "part")
 
 
@@ -69,11 +69,11 @@ def _needs(config: Config, size: Size, roles: Mapping[str, int]) -> dict[str, fl
     nodes = {one.name: [f"{one.name} {number}" for number in range(one.request.nodes)] for one in components}
     of_node: dict[str, float] = defaultdict(float)
     gpus = {node: one.gpus for one in components for node in nodes[one.name]}
-    for (role, index), seat in seats(config, nodes, roles).items():
+    for (role, index), place in placements(config, nodes, roles).items():
         if role in ENGINES:
-            of_node[seat.node] += num_devices(config, role) * rank_bytes(config, size, has_gpus=gpus[seat.node] > 0)
+            of_node[place.node] += num_devices(config, role) * rank_bytes(config, size, has_gpus=gpus[place.node] > 0)
         elif role == "trainer":
-            of_node[seat.node] += trainer_rank_bytes(config, size, index, has_gpus=gpus[seat.node] > 0)
+            of_node[place.node] += trainer_rank_bytes(config, size, index, has_gpus=gpus[place.node] > 0)
     found = {one.name: max((of_node[node] for node in nodes[one.name]), default=0.0) for one in components}
     for one in _satellite(config):
         ranks = engines_of_node(config, one.gpus) * num_devices(config, "generator")
@@ -86,7 +86,7 @@ def _satellite(config: Config) -> list[Component]:
 
 
 def rank_bytes(config: Config, size: Size, *, has_gpus: bool) -> float:
-    """Of one rank of an engine."""
+    """Host memory of one rank of an engine."""
     on_device = has_gpus and config.generation.backend is not EngineName.EMBEDDED
     width = 2 if config.model.dtype is Dtype.BFLOAT16 else 4
     beside = float(size.parameters * width) if _keeps_a_model(config, on_device=on_device) else 0.0
@@ -106,7 +106,7 @@ def _keeps_a_model(config: Config, *, on_device: bool) -> bool:
 
 
 def trainer_rank_bytes(config: Config, size: Size, rank: int, *, has_gpus: bool) -> float:
-    """Of one trainer rank. Adapters, which are small, are taken as they are."""
+    """Host memory of one trainer rank. Adapters, which are small, are taken as they are."""
     whole = size.rounded if has_gpus else size.parameters
     trained = trained_parameters(config, size) if config.model.lora.rank else whole
     critic = whole if recipe_of(config.algorithm.name).critic else 0

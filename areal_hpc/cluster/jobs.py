@@ -1,4 +1,4 @@
-"""What Slurm says of a job, asked once a command and never in a loop.
+"""What Slurm says of a job, asked once for each command of ours and never in a loop.
 
     queued(job)        squeue: is it in the queue, in which state, and why it waits
     queued_beside(...) squeue: the same, and how many tasks of arrays are in which state
@@ -95,7 +95,7 @@ class Accounted:
     """Joules, where the site counts them."""
     nodes: int = 0
     gpus: int = 0
-    """Of all its nodes, where the site counts them."""
+    """GPUs of all its nodes, where the site counts them."""
 
 
 def queued(job_id: str) -> Queued | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from areal_hpc.accelerator import REPRODUCIBLE
-from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.components import Placement
 from areal_hpc.cluster.environment import node_here
 from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import Config
@@ -151,10 +151,10 @@ class LocalLauncher:
             del self.running[process.role, process.index]
         return ended
 
-    def seat_of(self, role: str, index: int) -> Seat:
+    def placement_of(self, role: str, index: int) -> Placement:
         """Where a process of the run is, or was."""
         del role, index
-        return Seat(node=node_here(os.environ))
+        return Placement(node=node_here(os.environ))
 
     def last_lines(self, role: str, index: int) -> str:
         """The end of a role's log, for the message that says why the run ended."""

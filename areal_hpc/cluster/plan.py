@@ -9,9 +9,9 @@ from areal_hpc.cluster.components import (
     components_of,
     engines_of_node,
     nodes_of_engine,
+    placements,
     require_slurm,
     satellite_of,
-    seats,
 )
 from areal_hpc.cluster.hetjob import FLAGS
 from areal_hpc.config.cluster import Shape
@@ -31,13 +31,13 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
     require_slurm(config)
     components = components_of(config)
     nodes = {one.name: _imagined(one) for one in components}
-    placed = seats(config, nodes, roles)
+    placed = placements(config, nodes, roles)
     yield f"shape        {config.cluster.shape}: {sum(map(len, nodes.values()))} nodes in {len(components)} components"
     for one in components:
         yield f"{one.name:<12} {', '.join(_asked(one))}"
         for node in nodes[one.name]:
-            here = [(key, seat) for key, seat in placed.items() if seat.node == node]
-            yield f"  {node:<20} " + (", ".join(_named(*key, seat.devices) for key, seat in here) or "nobody")
+            here = [(key, place) for key, place in placed.items() if place.node == node]
+            yield f"  {node:<20} " + (", ".join(_named(*key, place.devices) for key, place in here) or "nobody")
     if config.cluster.shape is Shape.SATELLITES:
         yield from _satellites(config)
     ranks = config.trainer.ranks
@@ -45,7 +45,7 @@ def plan_lines(config: Config, roles: Mapping[str, int]) -> Iterator[str]:
     span = nodes_of_engine(config) if roles.get("part") else 1
     over = f" of {span} nodes, its generator on the first and a part on each other" if span > 1 else ""
     yield f"engines      {config.generation.replicas}, each on {engine_ranks(config)} devices{over}"
-    taken = {seat.node for seat in placed.values()}
+    taken = {place.node for place in placed.values()}
     for one in components:
         if idle := [node for node in nodes[one.name] if node not in taken]:
             yield f"advice       {_about_idle(one, idle, span)}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.components import Placement
 from areal_hpc.cluster.local import KILL_RESERVE_S, Ended, end_in_order, last_lines
 from areal_hpc.cluster.owner import Machine, namesakes
 from areal_hpc.errors import AttemptFailed, ConfigError
@@ -36,7 +36,7 @@ POLL_S = 0.1
 LEAVE_S = 15.0
 """How long an agent that was told to leave may take, and then its srun."""
 ABANDON_S = 1.0
-"""The same where not all have come up, so that nothing has been started yet."""
+"""``LEAVE_S`` where not all agents have come up, so that nothing has been started yet."""
 
 
 class Step:
@@ -117,7 +117,7 @@ class RemoteLauncher:
 
     Args:
         steps: the srun command of each step, and its nodes.
-        seats: where each process belongs.
+        placements: where each process belongs.
         start_s: longest time for all agents to answer.
 
     Raises:
@@ -130,11 +130,11 @@ class RemoteLauncher:
         run: RunDir,
         epoch: int,
         steps: Sequence[tuple[Sequence[str], Sequence[str]]],
-        seats: Mapping[tuple[str, int], Seat],
+        placements: Mapping[tuple[str, int], Placement],
         start_s: float,
     ) -> None:
         self.attempt: AttemptDir = run.attempt(epoch)
-        self.seats = seats
+        self.placements = placements
         self.running: dict[tuple[str, int], RemoteProcess] = {}
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ended: list[Ended] = []
@@ -181,11 +181,11 @@ class RemoteLauncher:
                 raise AttemptFailed(step.obituary())
 
     def start(self, role: str, index: int) -> None:
-        """Start one role at its seat, again if need be."""
-        seat = self.seats[role, index]
-        step = self._step_of[seat.node]
-        step.order({"do": "start", "node": seat.node, "role": role, "index": index, "devices": seat.devices})
-        self.running[role, index] = RemoteProcess(role=role, index=index, node=seat.node, step=step)
+        """Start one role at its place, again if need be."""
+        place = self.placements[role, index]
+        step = self._step_of[place.node]
+        step.order({"do": "start", "node": place.node, "role": role, "index": index, "devices": place.devices})
+        self.running[role, index] = RemoteProcess(role=role, index=index, node=place.node, step=step)
 
     def died(self) -> list[Ended]:
         """The processes that have ended since the last call.
@@ -206,9 +206,9 @@ class RemoteLauncher:
             elif self.running.pop(key, None) is not None:
                 self._ended.append(Ended(*key, answer["code"]))
 
-    def seat_of(self, role: str, index: int) -> Seat:
+    def placement_of(self, role: str, index: int) -> Placement:
         """Where a process of the run is, or was."""
-        return self.seats[role, index]
+        return self.placements[role, index]
 
     def last_lines(self, role: str, index: int) -> str:
         """The end of a role's log, for the message that says why the run ended."""
@@ -240,7 +240,7 @@ class RemoteLauncher:
             )
 
     def _still(self, keys: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those that run, as far as one can know: with its step a process is gone."""
+        """The ``keys`` whose processes still run, as far as one can know: with its step a process is gone."""
         for key in keys:
             if key in self.running and self.running[key].step.process.poll() is not None:
                 del self.running[key]

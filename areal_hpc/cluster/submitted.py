@@ -86,7 +86,7 @@ class SubmittedJob(slurm.SlurmJob):  # type: ignore[misc]  # untyped
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Of each component, the first being that of the trainer; asked now."""
+        """The state of each component, that of the trainer first; asked now."""
         told = self.watcher.get_info(self.job_id, mode="force").get("States", "")
         return tuple(told.split(",")) if told else ()
 

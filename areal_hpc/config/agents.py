@@ -35,7 +35,7 @@ class OnlineConfig:
     """How long an episode that has ended waits for its reward over HTTP, in seconds; then `rollout.reward` gives it,
     and where that is empty the episode is left out."""
     baseline_window: int = 64
-    """Over so many episodes reaches the running mean that the reward of one without a group is held against."""
+    """Episodes over which the running mean reaches that the reward of an episode without a group is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,7 +105,8 @@ class RejectionConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongConfig:
     tokens: int = 0
-    """Width L of the penalty zone before max_new_tokens (DAPO); 0 is off."""
+    """Width L of the penalty zone before max_new_tokens (DAPO); 0 is off. What counts is all that a trajectory's turns
+    sampled together, also where each of them may be as long as max_new_tokens."""
     factor: float = 1.0
     """Penalty at the full length."""
 
@@ -175,7 +176,8 @@ class AlgorithmConfig:
     dual_clip: float | None = None
     """Bound c > 1 on the loss of negative advantages, c |A|; null is off."""
     length_normaliser: int = 0
-    """Divide the loss by this many tokens for each trajectory, not by the trainable tokens (Dr. GRPO); 0 is off."""
+    """Divide the loss by this many tokens for each trajectory, not by the minibatch's trainable tokens, so that a token
+    weighs the same in every step (Dr. GRPO); 0 is off."""
     sapo_tau_positive: float = 1.0
     """SAPO's temperature where the advantage is positive."""
     sapo_tau_negative: float = 1.05

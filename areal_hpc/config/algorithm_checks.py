@@ -191,11 +191,10 @@ def _check_correction(config: AlgorithmConfig, max_staleness: int) -> None:
             "algorithm.proximal = behaviour makes every behaviour weight of algorithm.decoupled 1; set decoupled to "
             "false (plain PPO around the behaviour policy), or proximal to recompute"
         )
-    alone = config.proximal is ProximalMethod.RECOMPUTE and not config.decoupled
-    if config.m2_threshold is not None and not alone:
+    if config.m2_threshold is not None and config.proximal is not ProximalMethod.RECOMPUTE:
         raise ConfigError(
-            "algorithm.m2_threshold chooses tokens itself, before the step and by recomputed log-probs; set "
-            "algorithm.proximal to recompute and algorithm.decoupled to false"
+            "algorithm.m2_threshold chooses tokens before the step, by recomputed log-probs; set algorithm.proximal to "
+            "recompute"
         )
     if config.dual_clip is not None and config.proximal is ProximalMethod.REUSE:
         raise ConfigError(
@@ -203,8 +202,7 @@ def _check_correction(config: AlgorithmConfig, max_staleness: int) -> None:
         )
     if config.decoupled:
         return
-    corrected = config.proximal is ProximalMethod.BEHAVIOUR or config.m2_threshold is not None
-    if max_staleness > 0 and not corrected:
+    if max_staleness > 0 and config.proximal is not ProximalMethod.BEHAVIOUR:
         raise ConfigError(
             f"buffer.max_staleness = {max_staleness} trains on tokens of older weights, which algorithm.decoupled = "
             "false does not correct for; set algorithm.decoupled to true or buffer.max_staleness to 0"

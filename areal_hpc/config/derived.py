@@ -46,8 +46,8 @@ def exported_model(config: Config) -> str:
 
 
 def takes_whole(config: Config) -> bool:
-    """Whether the engines take adapters merged into the model only: the stages of a pipeline, whose ranks do not agree
-    on whether all have taken an update of ours. Elsewhere adapters travel alone."""
+    """Whether engines are sent the whole model, with adapters merged into it. Adapters travel alone, except to engines
+    with pipeline stages, whose ranks cannot agree on whether all of them have taken an update of ours."""
     return config.model.lora.rank > 0 and config.generation.pipeline_parallel > 1
 
 
@@ -93,7 +93,7 @@ def is_served_by_others(config: Config) -> bool:
 
 
 def queue_s(config: Config) -> float:
-    """Longest time that whoever waits for work may wait longer because satellites are in Slurm's queue."""
+    """By how much longer whoever waits for work may have to wait because satellites are in Slurm's queue."""
     return QUEUE_S if awaits_satellites(config) else 0.0
 
 
@@ -104,8 +104,8 @@ def collective_s(config: Config) -> float:
 
 
 def without_engines_s(config: Config) -> float:
-    """Longest time that a request waits for an engine where none is there. That of the queue's is the trainer's to
-    judge, who ends the run where satellites do not come (``fleet``)."""
+    """Longest time that a request waits for an engine where none is there. Whether satellites have been in the queue
+    for too long is for the trainer to judge, which then ends the run (``fleet``)."""
     return queue_s(config) or config.limits.start_s
 
 

@@ -53,9 +53,9 @@ class LimitsConfig:
     """Attempts in a row without a new committed step after which the run ends, also where each was stopped by another
     node that had lost its devices; 0 starts none after one that failed."""
     join_s: float = 86400.0
-    """Longest time without any engine where satellites are to bring them; as long no other limit counts. Time in
-    Slurm's queue is none of it: it begins anew as long as any satellite waits there that the run knows, since it was
-    submitted with it or has been with it before."""
+    """Longest time without any engine where satellites are to bring them; meanwhile no other limit counts. Time in
+    Slurm's queue does not count: the limit begins anew while any satellite waits there that was submitted with the run
+    or has served it before."""
     alone_s: float = 0.0
     """A budget and not a time-out, so it counts the queue's time as well: after so long without any engine the run
     stops, with a checkpoint, and `areal-hpc resume` goes on. The trainer's nodes cost as much as at work meanwhile; 0
@@ -68,9 +68,10 @@ class LimitsConfig:
     quiet_s: float = 25.0
     """Silence of a process, or of all that its work depends on, after which the watchdog says who waits for whom."""
     engine_s: float = 120.0
-    """The same of one engine, that somebody waits for, after which it alone is killed and replaced; 0 never does."""
+    """Silence of one engine that somebody waits for, after which it alone is killed and replaced; 0 never does that."""
     worker_s: float = 120.0
-    """The same of one rollout worker that is silent or hangs in a file call, and no trainer does; 0 never does."""
+    """Silence of one rollout worker, or time in which it hangs in a file call and no trainer does, after which it alone
+    is killed and replaced; 0 never does that."""
     stall_s: float = 600.0
     """Silence as of `quiet_s` after which the watchdog ends the attempt, with exit code 70."""
     stop_s: float = 10.0

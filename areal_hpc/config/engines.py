@@ -94,7 +94,7 @@ class WeightsConfig:
     and steps small. Costs a copy of the weights in rank 0's host memory, and with SGLang and vLLM one in that of each
     rank of an engine, whole."""
     whole_every: int = 32
-    """With `delta`, of so many updates in a row one is whole; so is each after an engine failed or came back."""
+    """With `delta`, one of so many updates in a row is whole; so is each after an engine failed or came back."""
     min_mb_per_s: float = 50.0
     """A weight update slower than this, in MiB/s to each engine, is warned of: it may go over the wrong network. 0 is
     off."""

@@ -80,6 +80,9 @@ def _section(name: str, **values: Any) -> dict[str, Any]:
 
 BATCH_ADVANTAGES = _section("algorithm.adv_norm", mean=Level.BATCH, std=Level.BATCH)
 
+EVERY_GROUP = {"rollout.filter.zero_variance": False}
+"""Where advantages are not relative to the group, equal rewards are as much to learn from as any."""
+
 NO_PROXIMAL = {"algorithm.decoupled": False, "algorithm.proximal": ProximalMethod.BEHAVIOUR}
 
 RECIPES: Mapping[str, Recipe] = {
@@ -117,7 +120,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "m2po": Recipe(
         paper="arXiv:2510.01161: leaves out the fewest tokens that bring the batch's mean square log-ratio to a bound",
-        fixed={"algorithm.decoupled": False, "algorithm.proximal": ProximalMethod.RECOMPUTE},
+        fixed={"algorithm.decoupled": True, "algorithm.proximal": ProximalMethod.RECOMPUTE},
         usual={"algorithm.m2_threshold": 0.04},
         reads=(*CLIPPING, "m2_threshold"),
     ),
@@ -146,7 +149,8 @@ RECIPES: Mapping[str, Recipe] = {
         token_level=True,
         fixed=BATCH_ADVANTAGES,
         usual=_reward_norm(Level.NONE, Level.NONE)
-        | _section("algorithm.kl", coef=0.01, place=KlPlace.REWARD, estimator=KlEstimator.K1),
+        | _section("algorithm.kl", coef=0.01, place=KlPlace.REWARD, estimator=KlEstimator.K1)
+        | EVERY_GROUP,
         reads=(*CLIPPING, "gae"),
     ),
     "reinforce_pp_baseline": Recipe(
@@ -158,7 +162,7 @@ RECIPES: Mapping[str, Recipe] = {
         paper="arXiv:1707.06347 with GAE, arXiv:1506.02438: a critic tells which tokens did better than expected",
         token_level=True,
         critic=True,
-        usual=_reward_norm(Level.NONE, Level.NONE) | BATCH_ADVANTAGES | {"algorithm.gae.lam": 0.95},
+        usual=_reward_norm(Level.NONE, Level.NONE) | BATCH_ADVANTAGES | {"algorithm.gae.lam": 0.95} | EVERY_GROUP,
         reads=(*CLIPPING, "gae", "critic"),
     ),
     "distillation": Recipe(
@@ -169,7 +173,7 @@ RECIPES: Mapping[str, Recipe] = {
         | _section("algorithm.adv_norm", mean=Level.NONE, std=Level.NONE)
         | _section("algorithm.kl", place=KlPlace.REWARD, estimator=KlEstimator.K1)
         | _section("algorithm.gae", level=GaeLevel.TOKEN, discount=1.0, lam=0.0, alpha=None)
-        | {"rollout.filter.zero_variance": False},
+        | EVERY_GROUP,
         usual={"algorithm.kl.coef": 1.0},
         reads=(*CLIPPING, "gae"),
     ),

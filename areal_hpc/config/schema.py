@@ -118,7 +118,9 @@ class SamplingConfig:
     temperature: float = 1.0
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: float = 1.0
-    """Nucleus sampling: smallest set of tokens whose probability reaches this; 1.0 is off."""
+    """Nucleus sampling: smallest set of tokens whose probability reaches this; 1.0 is off. Behaviour log-probs are then
+    of what is left, as with `top_k` and `min_p`, and the trainer's of all tokens: a token's ratio proximal / behaviour is
+    lower by the share that was cut off."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 is off."""
     min_p: float = 0.0
@@ -132,7 +134,8 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
     zero_variance: bool = True
-    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages."""
+    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages. Under others it
+    does, and what is left is a biased sample: with `ppo` and `reinforce_pp` this is false unless it is written."""
     max_overlong_fraction: float = 1.0
     """Refuse a group in which more than this share of answers was cut by length; 1.0 is off."""
     min_group_size: int = 2
@@ -173,16 +176,16 @@ class BufferConfig:
     segment_mb: float = 64.0
     """Size at which a segment file of the ring is sealed and the next begun, in MiB."""
     max_mb: float | None = None
-    """Most that the ring may hold on the disk, in MiB: above it workers wait, and a checkpoint is made early where the
-    ring can let go of more after it. Nothing waits with (2.2 * max_staleness + 5) * algorithm.groups_per_step groups of
-    full length, each rollout.group_size * model.max_tokens * 13 bytes; with less than a step needs, the run ends and
-    says how much. null is no limit: what waits is bounded by tickets, what is kept by `checkpoint.every_steps`."""
+    """Most that the ring may hold on the disk, in MiB; null is no limit. At the limit workers wait, and a checkpoint is
+    made early if the ring can delete more after it. Room for (2.2 * max_staleness + 5) * algorithm.groups_per_step
+    groups of full length, each rollout.group_size * model.max_tokens * 13 bytes, is enough for nobody to wait; with
+    less than one step needs, the run ends and says how much would do."""
     commit_s: float = 0.2
-    """Longest time a finished group waits in memory before it is made durable, in seconds; trainer and workers look
-    for each other's news as often at most, and 4 times as rarely where a server is asked, as on NFS or Lustre."""
+    """Longest time a finished group waits in memory before it is made durable, in seconds. Trainer and workers look for
+    each other's news at most once in that time, or in 4 times that on a file system with a server, as NFS or Lustre."""
     min_free_mb: float = 256.0
-    """Free space below which no new prompt is begun, in MiB: room for what is in flight, and for a checkpoint, which is
-    made early then, since the ring may let go of more after it; 0 is off."""
+    """Free space below which no new prompt is begun, in MiB. It leaves room for what is in flight, and for a checkpoint
+    that is made early then, since the ring may delete more after it; 0 is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +254,8 @@ class TrainerConfig:
     """Give the trainer's ranks RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, for code of
     yours that enters a group by them; LOCAL_RANK counts the devices that a rank sees, which on a cluster is its own."""
     gap_alarm: float = 0.05
-    """Warn where trainer and engines differ by more, in nats a token, on what the same weights sampled; 0 is off."""
+    """Warn where trainer and engines differ by more, in nats a token, on what the same weights sampled; 0 is off. Only
+    `algorithm.proximal: recompute` has the log-probs for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Given answers as training data: the tokens of a conversation, and which of them the assistant wrote.
 
-    prompt, answer                   one trajectory; the answer's tokens are trained on
+    prompt, answer                   one trajectory; the answer's tokens are trained on, no turn of the prompt's
     a conversation                   one trajectory; every assistant turn is
     prompt, chosen, rejected         two trajectories, the better one first
 
@@ -78,27 +78,44 @@ def group_of(prompt: Prompt, template: Template, data: Data, rejected_key: str) 
     """
     conversations = conversations_of(prompt, data, rejected_key)
     rewards = (BETTER, WORSE) if data is Data.PAIRS else (BETTER,)
+    num_context = 0 if prompt.answer is None else len(prompt.messages)
     return TrajectoryGroup(
         position=prompt.position,
         prompt_id=prompt.id,
         trajectories=tuple(
-            demonstrate(conversation, template, f"row {prompt.id}", reward=reward, episode=episode)
+            demonstrate(
+                conversation,
+                template,
+                f"row {prompt.id}",
+                num_context=num_context,
+                reward=reward,
+                episode=episode,
+            )
             for episode, (conversation, reward) in enumerate(zip(conversations, rewards, strict=True))
         ),
     )
 
 
 def demonstrate(
-    messages: Sequence[Message], template: Template, where: str, *, reward: float = BETTER, episode: int = 0
+    messages: Sequence[Message],
+    template: Template,
+    where: str,
+    *,
+    num_context: int = 0,
+    reward: float = BETTER,
+    episode: int = 0,
 ) -> Trajectory:
     """The conversation up to the end of its last assistant turn, all of whose assistant turns are trained on.
+
+    Args:
+        num_context: so many messages at the beginning are context, whoever wrote them, as a prompt's are in an episode.
 
     Raises:
         DataError: the template rewrites earlier turns when later ones follow, or refuses the messages.
     """
     token_ids, mask, done = list[int](), list[bool](), ""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
+        if message["role"] != "assistant" or index == 0 or index < num_context:
             continue
         before = template.text(messages[:index], header=True)
         after = template.text(messages[: index + 1], header=False)

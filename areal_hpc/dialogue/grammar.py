@@ -29,7 +29,8 @@ from areal_hpc.errors import ConfigError, DataError
 from areal_hpc.extras import optional
 
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As ``json.dumps`` writes, and most of what models have read; a free choice of blanks can go on for ever."""
+"""How forced JSON is laid out: as ``json.dumps`` writes it, and as most of what models have read; a model that is free
+to choose blanks can go on with them for ever."""
 
 
 def _llguidance() -> Any:
@@ -54,7 +55,7 @@ def grammar_of(schema: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def grammar_of_tag(structural_tag: str) -> str:
-    """The same of a structural tag. Raises as ``grammar_of``."""
+    """What llguidance makes of a structural tag. Raises as ``grammar_of``."""
     return _valid(_llguidance().LLMatcher.grammar_from_lark(lark_of(structural_tag, LAYOUT)), "the structural_tag")
 
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_hpc.dialogue.messages import History, for_template, verbatim
-from areal_hpc.routing import Record, overlaid
+from areal_hpc.routing import ExpertRecord, overlaid
 from areal_hpc.types import NOT_SAMPLED, Completion, Message, Trajectory
 
 Tool = Mapping[str, Any]
@@ -91,7 +91,7 @@ class Place:
     tools: tuple[Tool, ...]
     options: Mapping[str, Any]
     history: History = field(repr=False, compare=False)
-    """Of ``messages``."""
+    """The fingerprints of ``messages`` so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ class Transcript:
             experts=self._experts(turns[-1]),
         )
 
-    def _experts(self, turn: Turn) -> Record | None:
+    def _experts(self, turn: Turn) -> ExpertRecord | None:
         """The record of a turn's tokens: what engines told for it, and for the turns it continues. None if nothing."""
         lineage = [turn]
         while (place := lineage[-1].place).parent is not None and place.drift.continues():

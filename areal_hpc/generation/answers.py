@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.generation.capabilities import FIRST_VERSION_THAT_TELLS_ITS_SUPPORT, Narrowed
-from areal_hpc.routing import Record
+from areal_hpc.routing import ExpertRecord
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason, TokenLogprob
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -45,7 +45,7 @@ class Answer:
     stop: StopReason
     text: str
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    experts: Record | None = None  # of the tokens that were asked for but the last, where any were asked for
+    experts: ExpertRecord | None = None  # of the tokens that were asked for but the last, where any were asked for
 
 
 def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def parse_answer(
         if narrowed and body.get("output_ids") and body["meta_info"].get(SAMPLED_FROM) is None:
             raise BadAnswer("it tells log-probs of the whole distribution, where those of a part of it were asked for")
         parsed = _parsed(body, budget, pinned, initial, in_place)
-        return replace(parsed, top_logprobs=_tops(body, num_top)) if num_top else parsed
+        return replace(parsed, top_logprobs=_tops(body)) if num_top else parsed
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise BadAnswer(f"its answer has another shape than expected ({type(error).__name__}: {error})") from error
 
@@ -215,7 +215,7 @@ def _tokens(output_ids: Any, rows: Any, narrowed: Any) -> tuple[tuple[int, ...],
     return tuple(output_ids), logprobs
 
 
-def _tops(body: Any, num_top: int) -> tuple[tuple[TokenLogprob, ...], ...]:
+def _tops(body: Any) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The likeliest tokens at each place; rows are as ``_tokens`` has them."""
     places = body["meta_info"]["output_top_logprobs"]
     if len(places) != len(body["output_ids"]):

@@ -17,7 +17,8 @@ FIRST_VERSION_THAT_TELLS_ITS_SUPPORT = (0, 5, 21)
 
 
 SGLANG_QUEUE_S = 300.0
-"""It keeps statistics of every number that it has ever seen and writes all of them each time: 288 a day cost little."""
+"""Seconds from one priority number to the next on SGLang. It keeps statistics of every number that it has ever seen and
+writes all of them each time, so there must be few: 288 a day cost little."""
 
 
 class Narrowed(StrEnum):
@@ -58,8 +59,8 @@ class Capabilities:
     manifests: bool
     """It is SGLang with our code in its workers, which reads what a bucket holds from its load format."""
     queue_s: float | None
-    """What waits in its queue is ordered by numbers, of which lower ones go first: the seconds from one to the next.
-    None of an engine that has only the order in which requests came."""
+    """Its queue is ordered by priority numbers, lower ones first, which requests get by time: the seconds from one
+    number to the next. None where the order is that in which requests came."""
     narrowed: Narrowed
     quarantined: bool
     """An update of it failed half-way; only servers of our own say so."""

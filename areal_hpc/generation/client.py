@@ -45,7 +45,7 @@ from areal_hpc.generation.answers import (
 from areal_hpc.generation.capabilities import Capabilities, PauseMode
 from areal_hpc.generation.connection import Address, Connection, EngineLost, excerpt
 from areal_hpc.generation.routed import asking_for_experts, told_experts
-from areal_hpc.routing import Record, Routing
+from areal_hpc.routing import ExpertRecord, Routing
 from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.types import Completion, GenerationRequest
 
@@ -217,7 +217,7 @@ class EngineClient:
         budget = request.sampling.max_new_tokens
         answers: list[Answer] = []
         so_far: list[int] = []
-        records: list[Record] = []
+        records: list[ExpertRecord] = []
         idle = 0
         while not flight.aborted:
             flight.rid = f"{request.request_id}#{len(answers)}" if answers else request.request_id

@@ -9,7 +9,7 @@ LABEL = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
 
 
 def counted(exposition: str, name: str, **labels: str) -> float:
-    """The sum of all samples of ``name`` that have these labels, whatever others they have; 0 before the first one.
+    """The sum of all samples of ``name`` with these labels, whatever other labels they have; 0 before the first one.
 
     Args:
         exposition: Prometheus' text format 0.0.4, a sample a line.

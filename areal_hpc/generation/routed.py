@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from areal_hpc.generation.answers import BadAnswer
-from areal_hpc.routing import Record, Routing
+from areal_hpc.routing import ExpertRecord, Routing
 from areal_hpc.types import StopReason
 
 
@@ -26,7 +26,9 @@ def asking_for_experts(body: Mapping[str, Any], first: int) -> dict[str, Any]:
     return {**body, "return_routed_experts": True, "routed_experts_start_len": first}
 
 
-def told_experts(answer: Mapping[str, Any], body: Mapping[str, Any], num_sampled: int, routing: Routing) -> Record:
+def told_experts(
+    answer: Mapping[str, Any], body: Mapping[str, Any], num_sampled: int, routing: Routing
+) -> ExpertRecord:
     """The record [R, L, K] in an answer of so many tokens to ``body``: of all places asked for but the last token's.
 
     An answer that was ended early may have none.
@@ -47,7 +49,7 @@ def told_experts(answer: Mapping[str, Any], body: Mapping[str, Any], num_sampled
     except (TypeError, ValueError, binascii.Error) as error:
         raise BadAnswer(f"its routed experts are not those of {num_places} tokens: {error}") from error
     _check(experts, routing)
-    return cast(Record, experts.astype(routing.unrecorded(0).dtype))
+    return cast(ExpertRecord, experts.astype(routing.unrecorded(0).dtype))
 
 
 def _check(experts: np.ndarray[Any, np.dtype[np.int32]], routing: Routing) -> None:

@@ -37,6 +37,7 @@ from areal_hpc.waits import waiting
 LOOK_S = 1.0
 """How often it is asked who has joined or left."""
 AWAY = "it has left"
+"""Why a member takes no requests that has left the run."""
 MAX_PASSED = 16
 """Requests that may be served before an older one that needs more room than there is."""
 MAX_SESSIONS = 65536
@@ -176,7 +177,8 @@ class Router:
             falling_behind.cancel()
 
     async def _may_be_repeated(self, request: GenerationRequest, member: _Member) -> bool:
-        """Whether an engine took what it was asked along when it left, and nobody has heard a part of the answer."""
+        """Whether another engine may be asked: this one has left the run, so its loss is no failure, and the caller has
+        been told no part of the answer."""
         await self._look_now()
         return member.engine.name in self._away and request.on_tokens is None
 
@@ -272,7 +274,7 @@ class Router:
                 kept.add(place.kept)
 
     def _give(self, place: _Place, fit: Sequence[_Member]) -> None:
-        """Its session's member, if that is among them, else the least loaded."""
+        """Give the request to its session's member, if that is among ``fit``, else to the least loaded."""
         member = self._sessions.get(place.session)
         if member is None or member not in fit:
             member = min(fit, key=lambda m: m.outstanding)

@@ -44,14 +44,14 @@ NOT_ASKED = "Slurm has not answered yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """What is known of it."""
+    """What the launcher knows of a run without engines."""
 
     since: float
     """Seconds since the epoch."""
     waits: Mapping[str, str] = field(default_factory=dict)
     """Satellites in the queue, and what each waits for, as Slurm calls it."""
     problem: str = ""
-    """Why that is not known."""
+    """Why ``waits`` is not known."""
 
     def is_in_the_queue(self) -> bool:
         """Whether a satellite may be on its way that has no nodes yet."""
@@ -81,7 +81,7 @@ def alone(attempt: AttemptDir) -> Alone | None:
 
 
 class Lookout:
-    """The launcher's part."""
+    """The launcher's watch for engines: it keeps alone.json, and asks for a stop after ``alone_s``."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class Submission:
 
     number: int
     record: Mapping[str, Any]
-    """What it left of itself; without a ``job_id`` while it is under way."""
+    """What the submission left in its file; without a ``job_id`` while it is under way."""
     path: Path
 
     @property
@@ -86,16 +86,16 @@ class JobView:
 
     job_id: str
     queued: Queued | None = None
-    """None if it is not in the queue, or Slurm does not answer."""
+    """The job as the queue has it; None if it is not there, or Slurm does not answer."""
     ended: Sequence[Accounted] = ()
-    """Of a job that left the queue: the lines of its newest incarnation."""
+    """The accounts' lines on the newest incarnation of a job that has left the queue."""
     is_over: bool = False
     """Whether it has left the queue for certain: what Slurm will start again is listed there, whatever state it was
     in before."""
     problem: str = ""
     """Why Slurm, or its accounts, cannot be asked."""
     satellites: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of each array of satellites, by its id, state to the number of its tasks, as far as they are in the queue."""
+    """For each array of satellites, by its id, how many of its tasks in the queue are in which state."""
 
     def text(self) -> str:
         """In words, with what to do where a person can do something."""
@@ -156,7 +156,8 @@ def submitted_satellites(run: RunDir) -> str:
 
 
 def satellites_of(run: RunDir) -> list[str]:
-    """That array and, where a site does not requeue, those that its tasks have submitted in their place."""
+    """The array submitted last and, where a site does not requeue, the jobs that its tasks have submitted in their
+    place."""
     first = submitted_satellites(run)
     directory = run.satellites
     names = names_in(directory) if first and directory.is_dir() else []
@@ -165,7 +166,7 @@ def satellites_of(run: RunDir) -> list[str]:
 
 
 def _beside(run: RunDir) -> list[str]:
-    """Those, and others that rest until the run is there again: somebody typed them."""
+    """The run's satellites, and others that rest for it, which somebody has submitted by hand."""
     own = satellites_of(run)
     typed = {job.partition("_")[0] for job in resting(run)}
     return [*own, *sorted(typed.difference(own), key=int)]
@@ -184,7 +185,7 @@ def satellite_jobs(run: RunDir) -> list[str]:
 
 
 def _submitted_arrays(run: RunDir) -> list[str]:
-    """Those that ``submit`` has handed in, oldest first."""
+    """The arrays of satellites that ``submit`` has handed in, oldest first."""
     names = names_in(run.slurm) if run.slurm.is_dir() else []
     records = sorted(name for name in names if SUBMISSION.fullmatch(name))
     told = (read_if_listed(run.slurm / name) or {} for name in records)

@@ -38,7 +38,7 @@ class Seen:
     waits: tuple[Wait, ...] = ()
     achieved: Mapping[str, Achieved] = field(default_factory=dict)
     ended: bool = False
-    """By itself; it said so."""
+    """Whether it ended by itself; it said so."""
     absent: str = ""
     """Why nothing is to be expected of it though it should be there: "has given no sign of life for 31 s"."""
 
@@ -117,7 +117,7 @@ class _Picture:
         self.stuck = frozenset(self.processes.keys() - moving)
 
     def _gets_on(self, name: str) -> bool:
-        """By itself, whoever else does."""
+        """Whether a process gets on by itself, whoever else does."""
         within = (wait.limit_s is not None and not wait.is_overdue() for wait in self._outside(name))
         can = not self._is_away(name) and self._hang_of(name) is None
         return can and (self._has_achieved_lately(name) or any(within))
@@ -176,7 +176,7 @@ class _Picture:
         return path, name
 
     def way_to_root(self, start: str) -> tuple[list[tuple[str, Wait]], str]:
-        """The shortest way along waits to where they end, or the longest waits until they close a circle."""
+        """The shortest way along waits to where they end; if they do not end, along the longest ones into a circle."""
         ways: dict[str, list[tuple[str, Wait]]] = {start: []}
         queue = deque([start])
         while queue:

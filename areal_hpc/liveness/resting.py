@@ -75,7 +75,7 @@ def judged(jobs: Sequence[str], queue: Mapping[str, Place]) -> Judgement:
 
 
 class Recall:
-    """The launcher's part."""
+    """Lets, from the launcher, those satellites start that rest for its attempt."""
 
     def __init__(
         self,

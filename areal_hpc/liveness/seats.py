@@ -31,7 +31,7 @@ class Seat:
 
     attempt: AttemptDir
     index: int
-    """Of the generator that it is."""
+    """Index of the generator that sits there."""
     incarnation: int
 
     @property
@@ -51,7 +51,7 @@ class Seat:
         return newest(self.attempt).get(self.index) == self
 
     def holder(self) -> Mapping[str, Any]:
-        """Who has taken it, as it said itself."""
+        """Who has taken the seat, by its own words."""
         return read_if_listed(_directory(self.attempt) / f"{self.index}.{self.incarnation}") or {}
 
     def _mark(self, what: str) -> None:

@@ -27,8 +27,9 @@ LOOK_S = 0.25
 class Signals:
     """Requests to stop as a count: the first asks for a checkpoint and an end, a person's second for an end at once.
 
-    A scheduler sends several for one end, and kills when its patience is over. In its job the exit code tells whether
-    the run goes on, so SIGTERM is ignored in what is left of the process: a late one must not take its place.
+    A scheduler sends several signals for one end, so in its job a second one asks for nothing more. And there the exit
+    code tells whether the run goes on: once this context is left SIGTERM is ignored, so that a late one does not end
+    the process with a code of its own.
     """
 
     from_scheduler: bool = False
@@ -85,7 +86,8 @@ def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:
 
 
 def refuse_living_owner(run: RunDir, newest: int) -> None:
-    """
+    """Check that no other process is at work on the run.
+
     Raises:
         RunDirError: attempt ``newest`` is at work, as far as can be known from here; names its process and user.
     """

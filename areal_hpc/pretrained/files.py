@@ -53,7 +53,7 @@ def read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def trainable(names: Iterable[str], directory: Path) -> list[str]:
-    """Those of the names in the checkpoint ``directory`` whose tensors a trainer has, and sends to engines: no buffers
+    """The ``names`` in the checkpoint ``directory`` whose tensors a trainer has, and sends to engines: no buffers
     that follow from ``config.json``, and no head where that ties it to the embedding."""
     tied = bool(read_json(directory / "config.json").get("tie_word_embeddings", False))
     return [name for name in names if not (name.endswith(DERIVED_SUFFIX) or (tied and name == HEAD))]

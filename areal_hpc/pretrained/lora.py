@@ -38,7 +38,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_layers(names: Iterable[str], config: LoraConfig) -> list[str]:
-    """Those of the layers ``names`` that get an adapter.
+    """The layers among ``names`` that get an adapter.
 
     Raises:
         ConfigError: one of the targets names no layer.

@@ -31,11 +31,11 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
 }
-"""Those that are computed, and the numbers that each must have."""
+"""The variants that are computed, and the numbers that each must have."""
 
 
 def read_rope(config: Mapping[str, Any], directory: Path) -> Rope:
-    """From ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``.
+    """The checked settings, from ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``.
 
     Raises:
         DataError: a variant that we do not compute, or one without its numbers.
@@ -79,15 +79,15 @@ def _llama3_kept(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _yarn_kept(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """The same: all of those that turn ``beta_fast`` times over the original context, nothing of those that turn
-    ``beta_slow`` times.
+    """Shares in [0, 1] of each frequency that are not slowed down: all of one that turns ``beta_fast`` times over the
+    original context, nothing of one that turns ``beta_slow`` times.
     """
     import torch
 
     dim = 2 * frequencies.numel()
 
     def number(turns: float) -> float:
-        """Of the frequency that turns so often over the original context."""
+        """Number of the frequency that turns so often over the original context."""
         return dim * math.log(rope[ORIGINAL] / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     first, last = number(rope.get("beta_fast") or 32.0), number(rope.get("beta_slow") or 1.0)

@@ -25,7 +25,7 @@ from areal_hpc.proxy.requests import (
 from areal_hpc.types import Message, StopReason
 
 MODES = {"auto": "auto", "any": "required", "tool": "tool", "none": "none"}
-"""Its words for what a model must call, and ours."""
+"""Anthropic's words for what a model must call, and ours."""
 
 
 def parse(body: Mapping[str, Any]) -> Ask:

@@ -252,7 +252,7 @@ class Routes:
         return web.json_response({"group_id": group_id, "sessions": told})
 
     async def set_reward(self, request: web.Request) -> web.Response:
-        """Of an interaction, or of the episode; also of one that has ended, until it is taken for training."""
+        """Reward an interaction, or the episode; also one that has ended, until it is taken for training."""
         body = await _body(request)
         reward, call = number(body, "reward"), given(body, "interaction_id", str, "")
         session = self._rewarded(request, given(body, "session_id", str, ""), call)

@@ -27,10 +27,8 @@ from areal_hpc.errors import DataError, GenerationError, RequestRefused
 from areal_hpc.proxy.requests import Ask, Refused, with_schema
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.stored import Stored
-from areal_hpc.types import Completion, GenerationRequest, Message, Sampling, StopReason
+from areal_hpc.types import MAX_SEED, Completion, GenerationRequest, Message, Sampling, StopReason
 
-MAX_SEED = 1 << 31
-"""Seeds of turns stay below this, as the seeds of episodes do."""
 Tell = Callable[[int, Parts], None]
 """Told, for a choice by its number, all that is certain of it so far."""
 
@@ -178,10 +176,10 @@ class Call:
         )
 
     def _own(self, number: int) -> int:
-        """What a choice's seed is more than the session's.
+        """The number that is added to the session's seed for a choice.
 
-        Of a request that brings a seed it is drawn from that and the context: asked again, it is answered alike, and
-        what other contexts sample is as independent of it as ever, which the trainer relies on.
+        Where the request brings a seed, the number is drawn from that and the context: the same request is answered
+        alike, and samples of different contexts stay independent of each other, which the trainer relies on.
         """
         if self.ask.seed is None:
             return self._turn(number)

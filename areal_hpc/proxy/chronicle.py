@@ -66,7 +66,7 @@ def summary_of(session: Session, said: Mapping[str, Any], discount: float) -> di
 
 
 def turns_of(session: Session, spelled: Spelled, discount: float) -> list[dict[str, Any]]:
-    """Its turns with what was new to the model in each, and the answer token by token."""
+    """The turns of a session, with what was new to the model in each, and the answer token by token."""
     turns = session.transcript.turns
     worth = session.transcript.credits(final=session.final, rewards=session.rewards, discount=discount)
     return [_told(number, turns, spelled, worth.get(number)) for number in range(len(turns))]

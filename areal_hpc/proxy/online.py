@@ -39,8 +39,11 @@ class Open(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Attempts:
-    """Sessions that are learned from together: one alone, or a group. ``Ended`` of ``rollout.online``."""
+class SessionGroup:
+    """Sessions that are learned from together: one alone, or several attempts at one task.
+
+    Once they are complete, they are the ``CompleteEpisodes`` of ``rollout.online``.
+    """
 
     id: str
     sessions: Sequence[Session]
@@ -111,8 +114,8 @@ class Online:
     ) -> None:
         self._sessions, self._open_session, self._config = sessions, open_session, config
         self._standing_key, self._score, self._note, self._clock = standing_key, score, note, clock
-        self._under_way: list[Attempts] = []
-        self._taken: list[Attempts] = []
+        self._under_way: list[SessionGroup] = []
+        self._taken: list[SessionGroup] = []
 
     def of_key(self, key: str) -> Session:
         """The session that a key speaks for now; with the standing key a new one where there is none, or it has ended.
@@ -146,7 +149,7 @@ class Online:
         return session
 
     def begin_group(self, size: int, about: Mapping[str, Any]) -> tuple[str, Sequence[Session]]:
-        """Its id, and a session with a key of its own for each attempt at one task.
+        """A new group: its id, and a session with a key of its own for each attempt at one task.
 
         Raises:
             Refused: the size is none, or too many sessions are open.
@@ -166,7 +169,7 @@ class Online:
 
     def _add(self, name: str, sessions: Sequence[Session], *, alone: bool, about: Mapping[str, Any]) -> None:
         self._under_way.append(
-            Attempts(
+            SessionGroup(
                 id=name,
                 sessions=sessions,
                 alone=alone,
@@ -181,8 +184,8 @@ class Online:
         """The sessions of which nothing is written down yet."""
         return [session for one in (*self._taken, *self._under_way) if not one.is_settled for session in one.sessions]
 
-    def take(self) -> list[Attempts]:
-        """Those that are complete by now, each once; their sessions are closed, and take no reward any more."""
+    def take(self) -> list[SessionGroup]:
+        """The groups that are complete by now, each once; their sessions are closed, and take no reward any more."""
         now = self._clock()
         for one in self._under_way:
             for session in one.sessions:

@@ -36,7 +36,7 @@ class Progress:
         self._wake.set()
 
     async def wait(self, until: float) -> None:
-        """Until anything is new, the call has ended, or it is ``until`` on the loop's clock."""
+        """Wait until anything is new, the call has ended, or it is ``until`` on the loop's clock."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._wake.wait()

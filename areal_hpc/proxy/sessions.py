@@ -35,15 +35,15 @@ class Limits:
 
     max_turns: int
     max_tokens: int | None = None
-    """Sampled in all its turns together."""
+    """Tokens sampled in all its turns together."""
     max_s: float | None = None
-    """From its first request on; what is being answered then is broken off."""
+    """Seconds from its first request on; what is being answered then is broken off."""
     max_open: int | None = None
     """Requests at once."""
 
     @classmethod
     def of(cls, agent: AgentConfig) -> Limits:
-        """Those of the configuration, where 0 is no limit."""
+        """The limits of the configuration, where 0 is no limit."""
         return cls(
             max_turns=agent.max_turns,
             max_tokens=agent.max_tokens or None,
@@ -54,10 +54,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permit:
-    """That a request may be answered."""
+    """Leave to answer one request, with its limits."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
     budget: int
     """Tokens that each of its choices may sample."""
     deadline: float | None
@@ -81,7 +81,7 @@ class Session:
     used: float = field(default_factory=monotonic)
     num_calls: int = 0
     answers: Answers = field(default_factory=Answers)
-    """Those that requests may name."""
+    """Stored answers, which later requests may name."""
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
     ended: float | None = None

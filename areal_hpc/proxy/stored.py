@@ -28,9 +28,9 @@ class Stored:
     lead: int
     """Messages that held for this answer alone, before all others; they are not kept."""
     schema: str
-    """That the answer was to follow."""
+    """The schema that the answer was to follow."""
     response: Mapping[str, Any]
-    """As the client got it."""
+    """The response as the client got it."""
 
     def way(self) -> list[Stored]:
         """The answers from the first to this one."""
@@ -50,7 +50,7 @@ class Stored:
 
 
 class Answers:
-    """Those of one session, by the ids of the requests that they answered."""
+    """The stored answers of one session, by the ids of the requests that they answered."""
 
     def __init__(self) -> None:
         self._by_call: dict[str, Stored] = {}

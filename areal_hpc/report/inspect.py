@@ -25,7 +25,7 @@ from areal_hpc.report.recall import journalled_steps, recall
 from areal_hpc.report.text import MISSING, count, number, percent
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry.logs import escape
-from areal_hpc.types import NOT_SAMPLED, ArchivedStep, GroupRef, Trajectory
+from areal_hpc.types import NOT_SAMPLED, ArchivedStep, GroupRef, Trajectory, episode_means
 
 COLOURS = (36, 33, 35, 32, 34, 31)
 """Foreground colours of versions in turn: cyan, yellow, magenta, green, blue, red."""
@@ -58,17 +58,18 @@ def _in_the_journal(run: RunDir) -> str:
 
 def _facts(path: Path, step: int) -> list[Any]:
     version, refs = read_refs(path, step)
-    cut = [truncated for ref in refs for truncated in ref.truncated]
+    cut = [{e for e, truncated in zip(ref.episodes, ref.truncated, strict=True) if truncated} for ref in refs]
+    num_episodes = sum(len(set(ref.episodes)) for ref in refs)
     return [
         step,
         version.epoch,
         len(refs),
-        sum(len(set(ref.episodes)) for ref in refs),
+        num_episodes,
         sum(ref.num_tokens for ref in refs),
         sum(sum(ref.generated) for ref in refs),
-        _mean([reward for ref in refs for reward in ref.rewards]),
+        _mean([mean for ref in refs for mean in episode_means(ref.rewards, ref.episodes).tolist()]),
         _mean([step - 1 - ref.version.step for ref in refs]),
-        _mean(cut),
+        sum(map(len, cut)) / num_episodes if num_episodes else None,
     ]
 
 

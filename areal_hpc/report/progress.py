@@ -144,7 +144,7 @@ class Progress:
         return f"{count(self.step)} of {count(self.total_steps)}"
 
     def line(self, elapsed_s: float) -> str:
-        """The same in one line of plain text, short enough for a log."""
+        """``fields`` in one line of plain text, short enough for a log."""
         parts = (
             f"step {count(self.step)}/{count(self.total_steps)}",
             *(self._offline_parts() if self.is_offline else self._online_parts()),

@@ -37,6 +37,7 @@ COLUMNS = (
     "logprob_gap",
     "kept_fraction",
     "clip_fraction",
+    "trainable_tokens",
     "tokens_trained",
     "tokens_generated",
     "seconds_step",
@@ -93,11 +94,13 @@ class Summary:
     is_offline: bool = False  # trained on given answers: no rewards, no rollouts, no engines
     last_seen: Mapping[int, float] = field(default_factory=dict)  # epoch to the time of its last record
     failures: Mapping[int, str] = field(default_factory=dict)  # epoch to why its launcher began another
+    of_all_steps: Mapping[str, float | None] = field(default_factory=dict)  # totals; also of steps taken back
 
     def facts(self) -> dict[str, float | int | str | None]:
         """The numbers of the summary, by name; None where the records do not tell."""
         column = self.columns
         seconds = _total(column["seconds_step"])
+        tokens = column["trainable_tokens"]  # steps differ in these by multiples, as answers grow
         return {
             "outcome": self.outcome,
             "attempts": self.num_attempts,
@@ -106,14 +109,16 @@ class Summary:
             "last_step": int(self.steps[-1]) if self.steps.size else None,
             "steps_taken_back": self.num_steps_taken_back,
             **self._reward_facts(),
-            "staleness_mean": _mean(column["staleness_mean"]),
+            "staleness_mean": _mean(column["staleness_mean"], tokens),
             "staleness_max": _largest(column["staleness_max"]),
-            "logprob_gap_mean": _mean(column["logprob_gap"]),
-            "kept_fraction_mean": _mean(column["kept_fraction"]),
-            "clip_fraction_mean": _mean(column["clip_fraction"]),
+            "logprob_gap_mean": _mean(column["logprob_gap"], tokens),
+            "kept_fraction_mean": _mean(column["kept_fraction"], tokens),
+            "clip_fraction_mean": _mean(column["clip_fraction"], tokens * column["kept_fraction"]),
             "tokens_trained": _total(column["tokens_trained"]),
             "tokens_generated": _total(column["tokens_generated"]),
             "seconds": seconds,
+            "seconds_of_all_steps": self.of_all_steps.get("seconds_step"),
+            "seconds_waited_in_all_steps": self.of_all_steps.get("seconds_wait"),
             "tokens_trained_per_s": _ratio(_total(column["tokens_trained"]), seconds),
             **{
                 f"{part}_share": _ratio(_total(column[f"seconds_{part}"]), seconds)
@@ -214,6 +219,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     evaluated = [(step, found) for step, (_, found) in sorted(gathered.evaluations.items())]
     table = np.array([gathered.rows[epoch, step] for step, epoch in counted], dtype=np.float64)
     table = table.reshape(len(counted), len(COLUMNS))
+    every = np.array(list(gathered.rows.values()), dtype=np.float64).reshape(len(gathered.rows), len(COLUMNS))
     return Summary(
         steps=np.array([step for step, _ in counted], dtype=np.int64),
         columns={key: table[:, place] for place, key in enumerate(COLUMNS)},
@@ -229,6 +235,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         is_offline=gathered.offline,
         last_seen=gathered.last_seen,
         failures=gathered.failures,
+        of_all_steps={key: _total(every[:, COLUMNS.index(key)]) for key in ("seconds_step", "seconds_wait")},
     )
 
 
@@ -259,9 +266,12 @@ def _known(values: Series) -> Series:
     return values[np.isfinite(values)]
 
 
-def _mean(values: Series) -> float | None:
-    known = _known(values)
-    return float(known.mean()) if known.size else None
+def _mean(values: Series, weights: Series | None = None) -> float | None:
+    """Mean over the steps of which both are known, equal ones if there are no ``weights``; None if these sum to 0."""
+    weights = np.ones(values.size) if weights is None else weights
+    known = np.isfinite(values) & np.isfinite(weights)
+    total = float(weights[known].sum())
+    return float(values[known] @ weights[known]) / total if total else None
 
 
 def _largest(values: Series) -> float | None:

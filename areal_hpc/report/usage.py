@@ -66,7 +66,7 @@ class Usage:
     attempts: Sequence[AttemptUse]
     satellites: SatelliteUse = SatelliteUse()
     engines_idle_share: float | None = None
-    """Of the time that engines served, in which they had nothing to do; None of a run without engines."""
+    """Share of the time that engines served in which they had nothing to do; None where a run had no engines."""
     energy_j: int | None = None
     """Joules of all jobs, where Slurm's accounts were asked and know it."""
 
@@ -75,8 +75,8 @@ class Usage:
         node_hours = self._hours("nodes", self.satellites.node_s)
         gpu_hours = self._hours("gpus", self.satellites.gpu_s)
         held_s = sum(one.seconds for one in self.attempts)
-        steps_s = told["seconds"] or 0.0
-        busy_s = steps_s * (1 - (told["wait_share"] or 0.0))
+        steps_s = told["seconds_of_all_steps"] or 0.0  # who made what a restart took back was not idle
+        busy_s = steps_s - (told["seconds_waited_in_all_steps"] or 0.0)
         tokens = told["tokens_trained"] or 0.0
         total = sum(gpu_hours.values()) if held_s else 0.0  # of a run outside of Slurm only the satellites' are known
         return {
@@ -194,7 +194,7 @@ def _ending(state: Mapping[str, Any], job: Mapping[str, Any], rows: Sequence[Acc
 
 
 def usage_rows(usage: Usage, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """As (name, text) rows."""
+    """What the run has cost as (name, text) rows."""
     rows: list[tuple[str, str]] = []
     for name, key in (("node-hours", "node_hours"), ("GPU-hours", "gpu_hours")):
         if facts[key]:

@@ -65,13 +65,13 @@ class Attempts:
     resume_from: int | None = None
     """Go on from the checkpoint of this step instead of the newest, unless an attempt of this start has done so."""
     progress: list[bool] = field(default_factory=list)
-    """Of each attempt that failed, whether it had committed a new step."""
+    """For each attempt that failed, whether it had committed a new step."""
     reason: str = ""
     """Why the last one failed."""
     lost: NodeLost | None = None
     """The node without which the job is to go on."""
     lookout: Lookout | None = None
-    """Of the last one, where all engines are to join."""
+    """The last attempt's watch for engines; None where the run has engines of its own."""
 
     def go(self, *, after: int) -> str:
         """How the last attempt went: "finished", "stopped" or "aborted". ``after``: the newest epoch there is.

@@ -81,9 +81,9 @@ class Durable:
     ring: Mapping[str, Any]
     """The ring's state in it."""
     seconds: float
-    """From the step's edge on."""
+    """From the step's end until it was durable."""
     seconds_stalled: float
-    """How much of that training waited for."""
+    """For how much of that training had to wait."""
 
 
 class Commits:
@@ -151,7 +151,7 @@ class Commits:
         self._background.start(_named(step), make_named)
 
     def _seal_archive(self) -> Callable[[], None]:
-        """What waits until all that this checkpoint has trained on is in the archive, where there is one."""
+        """A function that returns once all that was trained on by now is in the archive, if there is one."""
         assert self._side is not None
         return (lambda: None) if self._side.archiver is None else self._side.archiver.seal()
 
@@ -166,7 +166,7 @@ class Commits:
         began: float,
         stalled: float,
     ) -> Durable:
-        """Rank 0's background: its own part, everybody's word, the commit, then what the commit makes superfluous."""
+        """Rank 0's thread: write its own part, wait for the other ranks', commit, and delete what is no longer kept."""
         process, run = self._process, self._process.run
         state = {**trained, **carried_at(version.step, run, process.epoch, process.config)}
 
@@ -228,13 +228,14 @@ class Commits:
         return True
 
     def _expected_bytes(self) -> int:
-        """Of the next checkpoint: as many as the last one has, or as a first one may have at most."""
+        """Size of the next checkpoint: that of the last one, or the most that a first one may have."""
         return (
             first_checkpoint_bytes(self._process.config) if self._newest is None else checkpoint.size_of(self._newest)
         )
 
     def require_room(self) -> None:
-        """
+        """Check that the ring still has room for new groups, or will have some after the checkpoint under way.
+
         Raises:
             ConfigError: no group can come any more, since the ring has no room, and no checkpoint is under way.
         """

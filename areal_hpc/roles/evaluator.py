@@ -113,7 +113,7 @@ async def _answer_all(parts: EvaluationParts, name: str, concurrency: int) -> li
 
 
 def _rewards(groups: Sequence[Answered]) -> list[NDArray[np.float64]]:
-    """Of each prompt the rewards of its episodes; one that failed for good has none."""
+    """For each prompt the rewards of its episodes; an episode that failed for good has none."""
     return [
         episode_means([t.reward for t in answers], [t.episode for t in answers]) if answers else np.zeros(0)
         for answers, _ in groups

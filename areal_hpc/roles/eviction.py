@@ -25,7 +25,7 @@ LOOK_S = 1.0
 
 
 class Eviction:
-    """Kills engines that outstay.
+    """Kills engines that stay on after their seat was given up.
 
     Args:
         limit_s: longest time from when a seat was given up to the end of its engine: it may leave in order meanwhile.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 NOTICE_S = 1.5
-"""Until all who ask have noticed that a seat was left: they look once a second."""
+"""How long all who ask may take to notice that a seat was left: they look once a second."""
 END_S = 2.5
 """What the end of the engine itself may take of ``limits.stop_s``."""
 POLL_S = 0.1
@@ -38,8 +38,10 @@ def main(process: RoleProcess) -> int:
 
 
 async def _serve(process: RoleProcess) -> None:
-    """Serve, and record the load once a second: so of a run of weeks the last line tells how long this engine was there
-    and at work, with those who were it before. Ends when a stop is asked for, or somebody has given its seat up.
+    """Serve, and record the load once a second, until a stop is asked for or somebody has given this engine's seat up.
+
+    ``busy_s`` and ``up_s`` go on from those of the processes that were this engine before, so the last record alone
+    tells how long the engine was at work in a run of weeks.
 
     Raises:
         GenerationError: the engine has ended, or it does not answer, or the trainer has given it up.
@@ -52,7 +54,7 @@ async def _serve(process: RoleProcess) -> None:
         process.starting.close()
         stop = asyncio.create_task(process.watch_stop())
         looked = time.monotonic()
-        busy_s, up_s = await asyncio.to_thread(_before, process)
+        busy_s, up_s = await asyncio.to_thread(_times_so_far, process)
         while not stop.done():
             await asyncio.wait([stop], timeout=REPORT_S)
             if why := await asyncio.to_thread(why_given_up, process.attempt, process.name, process.incarnation):
@@ -76,8 +78,8 @@ async def _serve(process: RoleProcess) -> None:
         stop.cancel()
 
 
-def _before(process: RoleProcess) -> tuple[float, float]:
-    """Seconds at work and in all of the processes that were this engine before in the attempt."""
+def _times_so_far(process: RoleProcess) -> tuple[float, float]:
+    """``busy_s`` and ``up_s`` of the processes that were this engine before in the attempt."""
     last = None
     if process.incarnation:
         records = RecordReader(process.attempt.telemetry, (process.role,), last_bytes=LAST_BYTES).poll()

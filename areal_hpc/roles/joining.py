@@ -88,81 +88,85 @@ def join_run(
     if job:
         note_satellite(run, job)
         resting.forget(run, job)  # it has been let go
-    past = _Past(after)
+    satellite = _Satellite(run=run, job=job, num_engines=num_engines, environment=environment, past=after)
     try:
-        return _serve(run, job, num_engines, past, environment, wait_s=wait_s)
+        return satellite.serve(wait_s)
     except (WaitTimeout, RoleDied) as error:
         if not (job and may_rest):
             raise
-        return _give_back(run, job, past, environment, error)
+        return satellite.give_back(error)
 
 
-def _give_back(run: RunDir, job: str, past: _Past, environment: Mapping[str, str], why: WaitTimeout | RoleDied) -> int:
-    """Say in which way the job is to come again."""
-    if isinstance(why, NodeLost):
-        config = load([run.config], [])
+@dataclass(slots=True, kw_only=True)
+class _Satellite:
+    """This process, which serves one attempt of the run after the other."""
+
+    run: RunDir
+    job: str
+    """The Slurm job that this is; empty outside of one."""
+    num_engines: int | None
+    environment: Mapping[str, str]
+    past: int
+    """Epoch of the last attempt that is not to be served any more."""
+
+    def serve(self, wait_s: float | None) -> int:
+        """Serve until the run has ended or this process is told to leave; the exit code.
+
+        While other nodes of the job serve, this one stays as well: they are given back together.
+        """
+        run, began = self.run, self.past
+        given_up: WaitTimeout | RoleDied | None = None
+        with Signals(from_scheduler=bool(self.job)) as signals:
+            while True:
+                try:
+                    standing = _next_standing(run, self.past, LINGER_S if given_up else wait_s, signals)
+                    if standing is None or standing.attempt is None:
+                        return _left(run, standing)
+                    self._stay(_Visit(run=run, attempt=standing.attempt, signals=signals))
+                    given_up = None
+                except (WaitTimeout, RoleDied) as error:
+                    if not _others_serve(run, self.job):
+                        over = standing_of(run, began)
+                        if over is not None and over.attempt is None:
+                            return _left(run, over)
+                        raise given_up or error from None
+                    if given_up is None:
+                        log.warning("%s; other nodes of job %s serve on, and this one stays with them", error, self.job)
+                        given_up = error
+
+    def _stay(self, visit: _Visit) -> None:
+        """Serve one attempt until it is over."""
         try:
-            leave_out(why, environment, requests=[satellite_of(config).request])
-        except NodeLost as refused:
-            why = refused
-        else:
-            log.warning("%s", why)
-            log.warning("job %s comes again without node %s", job, why.node)
-            return EXIT_ELSEWHERE
-    log.warning("%s", why)
-    log.warning(
-        "job %s gives its nodes back, and rests in the queue until attempt %d or later works", job, past.epoch + 1
-    )
-    resting.rest(run, job, past.epoch)
-    return EXIT_UNNEEDED
+            over = visit.stay(self.num_engines, self.environment, {"job": self.job, **Owner.this_process().record()})
+        except RoleDied:
+            self.past = visit.attempt.epoch  # there may be something wrong with this node
+            raise
+        self.past = max(self.past, over)
 
-
-@dataclass(slots=True)
-class _Past:
-    """The last attempt that is not to be served any more."""
-
-    epoch: int
-
-
-def _serve(
-    run: RunDir, job: str, num_engines: int | None, past: _Past, environment: Mapping[str, str], *, wait_s: float | None
-) -> int:
-    """Serve one attempt after the other; ``past`` is kept. While other nodes of the job serve, this one stays as well:
-    they are given back together."""
-    given_up: WaitTimeout | RoleDied | None = None
-    began = past.epoch
-    with Signals(from_scheduler=bool(job)) as signals:
-        while True:
+    def give_back(self, why: WaitTimeout | RoleDied) -> int:
+        """Leave word how the job is to come again; the exit code that has its script see to that."""
+        if isinstance(why, NodeLost):
+            config = load([self.run.config], [])
             try:
-                standing = _next_standing(run, past.epoch, LINGER_S if given_up else wait_s, signals)
-                if standing is None or standing.attempt is None:
-                    return _left(run, standing)
-                visit = _Visit(run=run, attempt=standing.attempt, signals=signals)
-                _stay(visit, past, num_engines, environment, job)
-                given_up = None
-            except (WaitTimeout, RoleDied) as error:
-                if not _others_serve(run, job):
-                    over = standing_of(run, began)
-                    if over is not None and over.attempt is None:
-                        return _left(run, over)
-                    raise given_up or error from None
-                if given_up is None:
-                    log.warning("%s; other nodes of job %s serve on, and this one stays with them", error, job)
-                    given_up = error
-
-
-def _stay(visit: _Visit, past: _Past, num_engines: int | None, environment: Mapping[str, str], job: str) -> None:
-    """Serve one attempt until it is over; ``past`` is kept."""
-    try:
-        over = visit.stay(num_engines, environment, {"job": job, **Owner.this_process().record()})
-    except RoleDied:
-        past.epoch = visit.attempt.epoch  # there may be something wrong with this node
-        raise
-    past.epoch = max(past.epoch, over)
+                leave_out(why, self.environment, requests=[satellite_of(config).request])
+            except NodeLost as refused:
+                why = refused
+            else:
+                log.warning("%s", why)
+                log.warning("job %s comes again without node %s", self.job, why.node)
+                return EXIT_ELSEWHERE
+        log.warning("%s", why)
+        log.warning(
+            "job %s gives its nodes back, and rests in the queue until attempt %d or later works",
+            self.job,
+            self.past + 1,
+        )
+        resting.rest(self.run, self.job, self.past)
+        return EXIT_UNNEEDED
 
 
 def _left(run: RunDir, standing: Standing | None) -> int:
-    """The exit code of who leaves a run that has ended, or, None, one that goes on."""
+    """The exit code for leaving a run: whether it has ended, or (``standing`` is None) goes on."""
     if standing is None:
         log.info("left %s", run.root)
         return EXIT_STOPPED
@@ -184,7 +188,7 @@ class Standing:
 
     state: str
     attempt: AttemptDir | None = None
-    """That works; None of a run that has ended."""
+    """The one at work; None where the run has ended."""
 
 
 def standing_of(run: RunDir, after: int) -> Standing | None:
@@ -210,7 +214,7 @@ def _comes_up(run: RunDir, after: int) -> bool:
 
 
 def _works(run: RunDir, attempt: AttemptDir) -> bool:
-    """Whether the attempt goes on, as far as the files tell: of a launcher on another host they say what it said."""
+    """Whether the attempt goes on, as far as its files tell: a launcher on another host may have died unseen."""
     state, owner = state_of(run, attempt.epoch)
     return state == RUNNING and not owner.is_gone() and newest_epoch(run) == attempt.epoch
 
@@ -252,13 +256,15 @@ def _next_standing(run: RunDir, after: int, wait_s: float | None, signals: Signa
 
 
 def _refuse_namesake(run: RunDir, after: int, pulse: Pulse) -> None:
-    """
+    """Check that the run's launcher is not on another machine with this machine's hostname.
+
+    Whoever asks here for the launcher's process would find none and take the run for dead, although it is not.
+
     Args:
         pulse: of the newest attempt's trainer.
 
     Raises:
-        RunDirError: a launcher at work is on another machine of this one's name: all that is asked of its process here
-            says that it is gone, while hearts of the run beat.
+        RunDirError: it is; names both machines.
     """
     attempt = run.newest_attempt() if run.attempts.is_dir() else None
     if attempt is None or attempt.epoch <= after:
@@ -283,7 +289,7 @@ class _Visit:
     next_look: float = 0.0
     is_over: bool = False
     past: int = 0
-    """The attempt's epoch if it is not to be expected to go on."""
+    """The attempt's epoch once it is known not to go on; 0 until then."""
 
     def stay(self, num_engines: int | None, environment: Mapping[str, str], holder: Mapping[str, object]) -> int:
         """Serve until the attempt is over or this process is told to leave; ``past``."""
@@ -351,7 +357,8 @@ class _Visit:
 
 
 def require_joinable(run: RunDir, config: Config) -> None:
-    """
+    """Check that the run takes engines from here, and that they can be started here.
+
     Raises:
         RunDirError: the run's secret is another user's, or lies open to others.
         ConfigError: the run takes no engines from outside, or they cannot be started here.

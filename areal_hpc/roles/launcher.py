@@ -145,9 +145,9 @@ def run_local(
 
 
 def _conclude(run: RunDir, *, goes_on: bool) -> None:
-    """Tell how far the run came; with its end, who rests for it leaves the queue."""
+    """Report how far the run came. Where it has ended, satellites that rest for it leave Slurm's queue."""
     if goes_on:
-        _report_if_possible(run)  # by an error's exit code the batch script would not go on
+        _report_if_possible(run)  # an error here would change the exit code by which the batch script goes on
     else:
         dismiss(run)
         report_run(run)
@@ -159,20 +159,20 @@ def _exit_code(outcome: str, run: RunDir, config: Config) -> int:
 
 @contextmanager
 def _over_for_good(run: RunDir, unless: Callable[[RunDir], bool] = lambda _: False) -> Iterator[None]:
-    """Who rests for the run leaves the queue when an error ends it."""
+    """If an error ends the run, satellites that rest for it leave Slurm's queue: no attempt would wake them."""
     try:
         yield
     except Exception:
         try:
             if not unless(run):
                 dismiss(run)
-        except OSError as error:  # the reason must be told also where the same file system stops this
+        except OSError as error:  # it must not hide the error that ended the run, perhaps of the same file system
             log.warning("satellites may still rest in the queue; `areal-hpc stop %s` ends them: %s", run.root, error)
         raise
 
 
 def _is_anothers(run: RunDir) -> bool:
-    """Whether another process has begun an attempt, and is at work: the run's end is its affair."""
+    """Whether another process has begun an attempt and is at work, so that the run has not ended with this one."""
     if (newest := newest_epoch(run)) == 0:
         return False
     state, owner = state_of(run, newest)
@@ -180,7 +180,9 @@ def _is_anothers(run: RunDir) -> bool:
 
 
 def _refuse_job(config: Config, run: RunDir) -> JobView | None:
-    """The last job of a run that is to go on on this machine; None of one that has none, and in a job of its own.
+    """The last Slurm job of a run that is to go on on this machine, if that job is over.
+
+    None where the run has never been a job, and where this process is itself in one.
 
     Raises:
         RunDirError, SubmissionError: as ``refuse_queued``.

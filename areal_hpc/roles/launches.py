@@ -39,9 +39,9 @@ class Launch:
     attempt: AttemptDir
     engine: int
     incarnation: int
-    """Of the generator's process; a later one makes this launch history."""
+    """Incarnation of the generator's process; a later one makes this launch history."""
     address: str
-    """Where its ranks meet, "host:port"."""
+    """Where the engine's ranks meet, "host:port"."""
 
     @property
     def _path(self) -> Path:

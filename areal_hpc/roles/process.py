@@ -71,7 +71,7 @@ class RoleProcess:
 
     @property
     def seat(self) -> Seat | None:
-        """Of an engine that has joined the run; None of a process that the run has started itself."""
+        """The seat of an engine that has joined the run; None for a process that the run has started itself."""
         if self.role != "generator" or self.index < self.config.generation.replicas:
             return None
         return Seat(attempt=self.attempt, index=self.index, incarnation=self.incarnation)
@@ -173,12 +173,12 @@ def _trainer_lives(attempt: AttemptDir, host: str) -> bool:
 def _stop_when_due(
     parent: int, asked: SimpleQueue[int], stop_flag: threading.Event, grace_s: float, goes_first: Callable[[], bool]
 ) -> None:
-    """Raise the stop flag when ``asked`` has a signal, or ``parent`` is ours no more; end here ``grace_s`` later.
+    """Raise the stop flag when ``asked`` has a signal, or ``parent`` is dead; ``grace_s`` later, end by force.
 
-    A thread, since the main one may wait in a collective for ranks that are gone as well. It also sees a launcher that
-    died before this process could ask the kernel for a signal. While ``goes_first`` says that somebody lives who still
-    needs this process, the flag stays down, for ``grace_s`` at most: not only the launcher sends signals, a scheduler
-    sends them to all processes at once.
+    This takes a thread, since the main one may wait in a collective for ranks that are gone as well. The thread also
+    sees that a launcher died before this process could ask the kernel for a signal. A scheduler signals all processes
+    at once, so the flag waits while ``goes_first`` says that somebody lives who still needs this process, for
+    ``grace_s`` at most.
     """
 
     def signalled() -> bool:

@@ -46,7 +46,7 @@ class SeatedLauncher(LocalLauncher):
 
     @property
     def own_seats(self) -> Mapping[int, Seat]:
-        """Those of the engines that run here, by their index."""
+        """The seats of the engines that run here, by index."""
         return {index: seat for index, (seat, _) in self._taken.items()}
 
     @property

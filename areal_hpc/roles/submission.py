@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.buffer.epochs import newest_epoch
-from areal_hpc.cluster.components import components_of, engines_of_node, require_slurm, satellite_of, seats
+from areal_hpc.cluster.components import components_of, engines_of_node, placements, require_slurm, satellite_of
 from areal_hpc.cluster.containers import python_of_launcher, python_on_nodes
 from areal_hpc.cluster.executor import Launch, submit
 from areal_hpc.cluster.hetjob import job_of
@@ -155,9 +155,9 @@ def _submit_satellites(config: Config, run: RunDir, number: int, job_id: str, be
 
 
 def require_room(config: Config) -> None:
-    """Raise ConfigError unless every process has a seat."""
+    """Raise ConfigError unless every process has a place."""
     nodes = {one.name: [f"node {number}" for number in range(one.request.nodes)] for one in components_of(config)}
-    seats(config, nodes, roles_of(config))
+    placements(config, nodes, roles_of(config))
     if config.cluster.shape is Shape.SATELLITES:
         engines_of_node(config, satellite_of(config).gpus)
 

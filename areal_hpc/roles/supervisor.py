@@ -96,7 +96,7 @@ class Supervisor:
                     self._launcher.start(role, index)
 
     def watch(self) -> str:
-        """Until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
+        """Watch until trainers and evaluator are done ("finished") or a stop is asked for ("stopped").
 
         Raises:
             AttemptFailed: an irreplaceable one ended too early; another attempt may go on.
@@ -187,11 +187,11 @@ def fate(ended: Ended) -> str:
 
 def node_lost(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> NodeLost:
     """What a process has found that ended with EXIT_ELSEWHERE."""
-    seat = launcher.seat_of(ended.role, ended.index)
-    which = f"device {', '.join(map(str, seat.devices))}" if seat.devices else "the devices"
+    place = launcher.placement_of(ended.role, ended.index)
+    which = f"device {', '.join(map(str, place.devices))}" if place.devices else "the devices"
     return NodeLost(
-        f"node {seat.node} has lost {which} of {ended.name}; {_last_words(launcher, ended)}",
-        seat.node,
+        f"node {place.node} has lost {which} of {ended.name}; {_last_words(launcher, ended)}",
+        place.node,
     )
 
 

@@ -25,7 +25,7 @@ from areal_hpc.protocols import Fetch, TrainerBackend
 from areal_hpc.roles.commits import Commits, config_digest
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.carried import agenda_of, carried_on
-from areal_hpc.roles.wiring.fleet import Run
+from areal_hpc.roles.wiring.fleet import RunCoroutine
 from areal_hpc.roles.wiring.offline import HeldOut, answers_at, keep_weights, make_offline_side
 from areal_hpc.roles.wiring.replay import last_step, make_replay_side, replay_origin
 from areal_hpc.roles.wiring.training import (
@@ -37,7 +37,7 @@ from areal_hpc.roles.wiring.training import (
 )
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.gap import GapWatch, suspects
-from areal_hpc.training.loop import Pace, TrainingLoop, Weights, no_evaluation
+from areal_hpc.training.loop import LoopSettings, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupRef, TrainedStep, WeightVersion
 
@@ -70,7 +70,7 @@ def main(process: RoleProcess) -> int:
     return EXIT_DONE if finished else EXIT_STOPPED
 
 
-def _side_of(config: Config) -> Callable[[RoleProcess, checkpoint.Checkpoint | None, Run], TrainerSide]:
+def _side_of(config: Config) -> Callable[[RoleProcess, checkpoint.Checkpoint | None, RunCoroutine], TrainerSide]:
     """What makes rank 0's side: the ring's reader and the engines, or what stands in their place."""
     if config.replay.run:
         return make_replay_side
@@ -113,11 +113,11 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
     return TrainingLoop(
         epoch=process.epoch,
         step=start_step,
-        pace=Pace(
+        settings=LoopSettings(
             total_steps=last_step(config),
             checkpoint_every=config.checkpoint.every_steps,
-            max_new_tokens=config.rollout.sampling.max_new_tokens,
             starve_s=config.limits.starve_s,
+            max_new_tokens=config.rollout.sampling.max_new_tokens,
             seed=config.seed,
         ),
         algorithm=config.algorithm,
@@ -129,8 +129,8 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         behind=member.behind,
         deserted_s=member.deserted_s,
         catch_up=member.catch_up,
-        pressed=member.commits.would_make_room,
-        crowded=member.commits.is_crowded,
+        would_make_room=member.commits.would_make_room,
+        is_crowded=member.commits.is_crowded,
         require_room=member.commits.require_room,
         commit=member.commit,
         settle=member.settle,

@@ -43,12 +43,16 @@ class Running:
 
 
 class EpisodeRunner:
-    """``trajectories, failure = await episodes.run(running)``, for training and evaluation alike
+    """``trajectories, failure = await episodes.run(running)``, for training and evaluation alike.
 
     Each failed sample is recorded as a "failure". Whatever is not in SAMPLE_FAILURES is raised, the others cancelled.
 
     Args:
-        deterministic: every attempt at a sample has the same seed, and a failure that would not come again is raised.
+        score: ``await score(text, prompt)``, usually ``RewardPool.score``.
+        max_tokens: longest sequence, prompt and answer together.
+        record: takes ``("failure", values)`` for each failed sample.
+        seed: of the sampling; the seed of a sample follows from it, the prompt's position, its number and the attempt.
+        deterministic: every attempt at a sample has the same seed, and a failure that might not come again is raised.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ POLL_S = 0.1
 NEWEST = np.iinfo(np.int32).max
 
 
-class Ended(Protocol):
-    """Episodes that are complete and learned from together."""
+class CompleteEpisodes(Protocol):
+    """Episodes that are complete and learned from together: one alone, or a group."""
 
     id: str
     alone: bool
@@ -85,7 +85,7 @@ class OnlineRunner:
     def __init__(
         self,
         *,
-        take: Callable[[], Sequence[Ended]],
+        take: Callable[[], Sequence[CompleteEpisodes]],
         stream: PromptStream,
         writer: RolloutWriter,
         filters: FilterConfig,
@@ -97,16 +97,15 @@ class OnlineRunner:
         poll_s: float = POLL_S,
     ) -> None:
         self._take, self._stream, self._writer, self._filters = take, stream, writer, filters
-        self._alone = replace(
-            filters, min_group_size=1, zero_variance=False
-        )  # what an episode without a group can meet
+        # An episode without a group is alone, and has nobody to differ from.
+        self._alone = replace(filters, min_group_size=1, zero_variance=False)
         self._baseline, self._max_staleness, self._concurrency = baseline, max_staleness, concurrency
         self._patience_s, self._record, self._poll_s = patience_s, record, poll_s
-        self._complete: deque[Ended] = deque()
+        self._complete: deque[CompleteEpisodes] = deque()
         self._reissues: deque[int] = deque()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set; what no ticket was free for by then is lost, as what is open is.
+        """Run until ``stop`` is set; episodes that are open, or wait for a ticket, are then lost.
 
         Raises:
             Fenced, or whatever is no failure of a sample.
@@ -131,20 +130,22 @@ class OnlineRunner:
         except TimeoutError:
             return
 
-    async def _settle(self, ended: Ended, stop: asyncio.Event) -> None:
+    async def _settle(self, ended: CompleteEpisodes, stop: asyncio.Event) -> None:
         """Seal it, or drop it with a reason."""
         trajectories = await ended.trajectories()
         outcome, reason = self._refused(ended, trajectories) or await self._sealed(ended, trajectories, stop)
         self._end(ended, outcome, reason, trajectories)
 
-    def _refused(self, ended: Ended, trajectories: Sequence[Trajectory]) -> tuple[str, str] | None:
+    def _refused(self, ended: CompleteEpisodes, trajectories: Sequence[Trajectory]) -> tuple[str, str] | None:
         """The outcome and its reason where it is not worth training on."""
         if not trajectories:
             return "skipped", ", ".join(sorted(ended.left_out))
         verdict = judge(trajectories, self._alone if ended.alone else self._filters)
         return None if verdict.is_keep() else (Drop.FILTERED, verdict)
 
-    async def _sealed(self, ended: Ended, trajectories: Sequence[Trajectory], stop: asyncio.Event) -> tuple[str, str]:
+    async def _sealed(
+        self, ended: CompleteEpisodes, trajectories: Sequence[Trajectory], stop: asyncio.Event
+    ) -> tuple[str, str]:
         """The outcome and its reason, once a ticket was free or it has become too old for one."""
         oldest = min(int(t.versions[t.loss_mask].min(initial=NEWEST)) for t in trajectories)
         position = self._next_position()
@@ -159,7 +160,7 @@ class OnlineRunner:
         self._reissues.appendleft(position)
         return Drop.STALE, "the run stops" if stop.is_set() else "sampled by weights that are too old"
 
-    def _group(self, ended: Ended, position: int, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+    def _group(self, ended: CompleteEpisodes, position: int, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
         return TrajectoryGroup(
             position=position,
             prompt_id=f"online/{ended.id}",
@@ -172,7 +173,7 @@ class OnlineRunner:
         self._reissues.extend(position for position in self._writer.reissues() if position not in self._reissues)
         return self._reissues.popleft() if self._reissues else self._stream.next().position
 
-    def _end(self, ended: Ended, outcome: str, reason: str, trajectories: Sequence[Trajectory]) -> None:
+    def _end(self, ended: CompleteEpisodes, outcome: str, reason: str, trajectories: Sequence[Trajectory]) -> None:
         rewards = episode_means([t.reward for t in trajectories], [t.episode for t in trajectories])
         if ended.alone and outcome == "sealed":
             self._baseline.add(float(rewards.mean()))

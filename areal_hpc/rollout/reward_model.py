@@ -39,7 +39,8 @@ class ModelReward:
         from areal_hpc.scorer import scores
 
         conversation = (*prompt.messages, {"role": "assistant", "content": text})
-        token_ids = demonstrate(conversation, self._renderer, f"prompt {prompt.id}").token_ids
+        where, num_context = f"prompt {prompt.id}", len(prompt.messages)
+        token_ids = demonstrate(conversation, self._renderer, where, num_context=num_context).token_ids
         with torch.inference_mode():
             decoder = self._model.get_decoder()
             hidden = decoder(input_ids=torch.from_numpy(token_ids).long().unsqueeze(0), use_cache=False)

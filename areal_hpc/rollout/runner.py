@@ -17,14 +17,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from areal_hpc.config.schema import RolloutConfig
-from areal_hpc.protocols import Generator, Renderer, RolloutWriter, Workflow
-from areal_hpc.rollout.episodes import RETRY_PAUSE_S, EpisodeRunner, Record, Running, first
+from areal_hpc.protocols import RolloutWriter
+from areal_hpc.rollout.episodes import EpisodeRunner, Record, Running, first
 from areal_hpc.rollout.filters import judge
 from areal_hpc.types import Drop, Prompt, StopReason, Ticket, Trajectory, TrajectoryGroup, episode_means
 from areal_hpc.waits import LEADER, advance, waiting
@@ -42,50 +42,29 @@ class PromptStream(Protocol):
 
 
 class Runner:
-    """Runs the episodes of one rollout process.
+    """Runs the groups of one rollout process.
 
     Args:
-        score: ``await score(text, prompt)``, usually ``RewardPool.score``.
-        max_tokens: longest sequence, prompt and answer together.
-        record: takes ``(kind, values)``: "group" for each that ended, "failure" for each failed sample, "stall".
+        episodes: runs the episodes of each group.
+        config: of the same episodes.
+        record: takes ``(kind, values)``: "group" for each that ended, and "stall".
         engines: says how the engines stand, for the sentence on whom this worker waits for.
-        seed: of the sampling; the seed of a sample follows from it, the prompt's position, its number and the attempt.
-        deterministic: the seed does not follow from the attempt, and a failure by chance ends ``run``.
     """
 
     def __init__(
         self,
         *,
+        episodes: EpisodeRunner,
         stream: PromptStream,
         writer: RolloutWriter,
-        workflow: Workflow,
-        generator: Generator,
-        renderer: Renderer,
-        score: Callable[[str, Prompt], Awaitable[float]],
         config: RolloutConfig,
-        max_tokens: int,
         record: Record,
         engines: Callable[[], str] = str,
-        seed: int = 1,
-        deterministic: bool = False,
         poll_s: float = POLL_S,
         stall_s: float = STALL_S,
-        retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
-        self._stream, self._writer, self._config, self._record = stream, writer, config, record
-        self._engines, self._poll_s, self._stall_s = engines, poll_s, stall_s
-        self._episodes = EpisodeRunner(
-            workflow=workflow,
-            generator=generator,
-            renderer=renderer,
-            score=score,
-            config=config,
-            max_tokens=max_tokens,
-            record=record,
-            seed=seed,
-            deterministic=deterministic,
-            retry_pause_s=retry_pause_s,
-        )
+        self._episodes, self._stream, self._writer, self._config = episodes, stream, writer, config
+        self._record, self._engines, self._poll_s, self._stall_s = record, engines, poll_s, stall_s
         self._running: dict[int, Running] = {}  # by position
         self._reissues: deque[int] = deque()
         self._reserving: int | None = None
@@ -142,7 +121,7 @@ class Runner:
         return ticket
 
     async def _lacking(self, position: int) -> Ticket | None:
-        """A ticket, or None once it is something else that is lacking for it."""
+        """A ticket, or None once the writer lacks something else for it: that is another wait, with another name."""
         what, how = self._writer.lacks()
         with waiting(what, LEADER, limit_s=None, about=f"for position {position}{how and '; '}{how}"):
             while self._writer.lacks()[0] == what:
@@ -192,10 +171,6 @@ class Runner:
             await asyncio.sleep(self._stall_s)
             if (still_s := time.monotonic() - self._moved) >= self._stall_s:
                 self._record("stall", {"seconds": still_s, "waiting_for": self.waiting_for()})
-
-    def postpone(self, seconds: float) -> None:
-        """See ``EpisodeRunner.postpone``."""
-        self._episodes.postpone(seconds)
 
     def waiting_for(self) -> str:
         """One sentence: whom this worker waits for, and for how long nothing has begun or ended."""

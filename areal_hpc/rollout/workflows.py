@@ -9,10 +9,7 @@ import numpy as np
 
 from areal_hpc.errors import DataError, GenerationError
 from areal_hpc.protocols import Episode
-from areal_hpc.types import NOT_SAMPLED, Completion, GenerationRequest, Prompt, Trajectory
-
-MAX_SEED = 1 << 31
-"""Seeds of turns stay below this, as the seeds of episodes do."""
+from areal_hpc.types import MAX_SEED, NOT_SAMPLED, Completion, GenerationRequest, Prompt, Trajectory
 
 
 class SingleTurn:

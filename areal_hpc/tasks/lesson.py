@@ -37,6 +37,6 @@ class Lesson:
     tools: Sequence[Mapping[str, Any]] = ()
     """Function schemas that are offered in every turn."""
     dialogues: Callable[[int], Iterator[Sequence[Turn]]]
-    """Of a seed: all of a dialogue's turns must be right for its reward."""
+    """Seed to an endless stream of dialogues; all turns of one must be right for its reward."""
     corpus: Callable[[int], list[str]]
-    """Of a seed: texts that the tokenizer is made from."""
+    """Seed to the texts that the tokenizer is made from."""

@@ -7,12 +7,12 @@ collectives. Whoever waits for whom:
                      or for nobody, where answers come from a data set
     publish          waits for every engine to load the new weights    (limit inside the transport), in deterministic
                      training first for what older weights still sample (limit: starve_s, message from the ring)
-    behind, catch_up let an engine in that was replaced or has joined, while the trainer waits: without it no group
-                     might ever come
-    crowded          asks for a checkpoint before it, so that the ring can let go of enough in time
-    pressed          asks for one in that wait, where workers begin nothing because space is short: the ring may delete
-                     what the one before it covers
-    require_room     ends the run where nothing can come any more, and no checkpoint would change that
+    behind, catch_up let an engine in that was replaced or has joined, while the trainer waits for groups: without it
+                     none might ever come
+    is_crowded       asks for a checkpoint before the wait for groups, so that the ring can delete enough in time
+    would_make_room  asks for one during that wait, where workers begin nothing because space is short: once it is
+                     durable, the ring may delete what the checkpoint before it covers
+    require_room     ends the run where no group can come any more and no checkpoint would change that
     commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
@@ -68,18 +68,21 @@ Weights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 
 
 def no_evaluation(step: int) -> None:
-    """Somebody else evaluates, on the engines."""
+    """The ``evaluate`` of a run whose evaluator is a process of its own, on the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How far the loop goes and how long it waits."""
+class LoopSettings:
+    """How far the loop goes, how often it saves, how long it waits, and two numbers that a batch depends on."""
 
     total_steps: int
     checkpoint_every: int
-    max_new_tokens: int
     starve_s: float
+    """Longest wait for a batch, in seconds."""
+    max_new_tokens: int
+    """The sampling limit, for the penalty on answers close to it."""
     seed: int
+    """Of the order in which a step's trajectories meet the optimizer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class TrainingLoop:
     epoch: int
     step: int
     """Optimizer steps done: the version of the weights the backend holds."""
-    pace: Pace
+    settings: LoopSettings
     algorithm: AlgorithmConfig
     ranks: Ranks
     backend: TrainerBackend
@@ -113,10 +116,10 @@ class TrainingLoop:
     """For how long in all no engine was there to sample anything: that counts for no limit of ours."""
     catch_up: Callable[[int, Weights], None] = lambda version, weights: None
     """Bring those engines up to date."""
-    pressed: Callable[[], bool] = lambda: False
-    """Whether a checkpoint of the step would make room that workers wait for; asked on rank 0."""
-    crowded: Callable[[], bool] = lambda: False
-    """Whether a checkpoint of the step should begin before the next one; asked on rank 0."""
+    is_crowded: Callable[[], bool] = lambda: False
+    """Whether the ring is so full that a checkpoint should begin before the next step; asked on rank 0."""
+    would_make_room: Callable[[], bool] = lambda: False
+    """Whether workers wait for room that a checkpoint would make; asked on rank 0, while it waits for groups."""
     require_room: Callable[[], None] = lambda: None
     """Raises where groups will never come for lack of room; asked on rank 0 where no checkpoint can be begun."""
     archive: Callable[[TrainedStep], None] | None = None
@@ -127,9 +130,11 @@ class TrainingLoop:
     """Measures held-out data by the weights of a step, where that is due; collective."""
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
+    """How long each part of the step took, for its record: wait, prepare, train, publish, paused."""
     published: dict[str, float] = field(default_factory=dict)
     """``weight_bytes`` sent to each engine in the step, and ``weight_bytes_saved`` where less than the model is."""
     committed: int = -1
+    """The last step whose checkpoint was begun; -1 before the first."""
 
     @property
     def version(self) -> WeightVersion:
@@ -137,7 +142,7 @@ class TrainingLoop:
 
     def run(self) -> bool:
         """Train until ``total_steps``; False when a stop request ended it. Either way the last step is durable."""
-        while self.step < self.pace.total_steps:
+        while self.step < self.settings.total_steps:
             self.settle(False)
             began = self.clock()
             refs = self.claim()
@@ -153,7 +158,7 @@ class TrainingLoop:
             self.announce()
             self.tell(trained, stats, self.clock() - began)
             self.evaluate(self.step)
-            if self.step % self.pace.checkpoint_every == 0:
+            if self.step % self.settings.checkpoint_every == 0:
                 self.save()
         self.save()
         self.settle(True)
@@ -165,7 +170,7 @@ class TrainingLoop:
         since = began - self.deserted_s()
         what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
-            with waiting(what, *self.workers, limit_s=self.pace.starve_s):
+            with waiting(what, *self.workers, limit_s=self.settings.starve_s):
                 refs, first = self._wait_for_groups(since) if self.reader is not None else (None, None)
             shared, first = self.ranks.share([None if refs is None else [ref.record() for ref in refs], first])
             if first is None:
@@ -191,17 +196,17 @@ class TrainingLoop:
         """
         assert self.reader is not None
         while not self.stop_requested():
-            if self.committed != self.step and self.crowded():
+            if self.committed != self.step and self.is_crowded():
                 return None, SAVE
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs, None
-            deadline = since + self.deserted_s() + self.pace.starve_s
-            self._pause(deadline, f"step {self.step + 1} waited {self.pace.starve_s:g} s for a batch")
+            deadline = since + self.deserted_s() + self.settings.starve_s
+            self._pause(deadline, f"step {self.step + 1} waited {self.settings.starve_s:g} s for a batch")
             if self.behind():
                 return None, CATCH_UP
             if self.committed == self.step:
                 self.require_room()
-            elif self.pressed():
+            elif self.would_make_room():
                 return None, MAKE_ROOM
         return None, None
 
@@ -214,21 +219,24 @@ class TrainingLoop:
         time.sleep(CLAIM_POLL_S)
 
     def prepare(self, refs: Sequence[GroupRef]) -> tuple[list[Batch], list[GroupRef]]:
-        """This rank's minibatches with all that the loss needs of them, and the groups that all ranks can read."""
+        """This rank's minibatches with all that the loss needs of them, and the groups that all ranks can read.
+
+        Trajectories are numbered 0 to N - 1 in the order of ``refs``: plan, advantages and archive go by these numbers.
+        """
         began = self.clock()
+        dealt = self.backend.data_ranks  # those among which trajectories are dealt
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
-        inputs = AdvantageInputs.of(refs, self.pace.max_new_tokens)
+        inputs = AdvantageInputs.of(refs, self.settings.max_new_tokens)
         outcomes = find(self.algorithm.name).outcomes(inputs, self.algorithm)
         lengths = [length for ref in refs for length in ref.lengths]
         plan = plan_step(
             lengths=lengths,
             generated=[count for ref in refs for count in ref.generated],
             num_minibatches=self.algorithm.minibatches,
-            num_ranks=self.backend.data_ranks.size,
-            seed=self.pace.seed + self.step,
+            num_ranks=dealt.size,
+            seed=self.settings.seed + self.step,
             together=find(self.algorithm.name).data.together,
         )
-        dealt = self.backend.data_ranks
         needed = {owners[i][0] for minibatch in plan for i in minibatch[dealt.rank]}
         groups, damaged = self._fetch(refs, sorted(needed))
         trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
@@ -300,9 +308,9 @@ class TrainingLoop:
         """
         began = self.clock()
         if self.reader is not None:
-            deadline = began + self.pace.starve_s
+            limit_s = self.settings.starve_s
             while not self.reader.may_publish(self.version):
-                self._pause(deadline, f"version {self.step} waited {self.pace.starve_s:g} s for what older ones sample")
+                self._pause(began + limit_s, f"version {self.step} waited {limit_s:g} s for what older ones sample")
                 self.require_room()
         self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began

@@ -32,7 +32,7 @@ from areal_hpc.training.shards import FILES, PROGRESS, SHARDS, read_whole
 
 
 class Adapters:
-    """Those of one model, which computes with them unless they are ``off``.
+    """The adapters of one model, which computes with them unless they are ``off``.
 
     Raises:
         ConfigError: a target names no linear layer of the model.
@@ -60,7 +60,7 @@ class Adapters:
         return output + self._scale * layer.lora_B(layer.lora_A(inputs[0])) if self._on else output
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By name; float32 until somebody who has masters of them rounds them."""
+        """The adapters' tensors by name; float32 until an optimizer that keeps masters of them rounds them."""
         return dict(sorted(self._parameters.items()))
 
     @contextmanager

@@ -27,16 +27,19 @@ from areal_hpc.training.updates import account, each_update, loss_divisors, sums
 from areal_hpc.types import Batch
 
 Update = Callable[[Batch, int, float], tuple[list[Stats], float]]
-"""Of a minibatch, what the sum of its losses is divided by, and the learning rate: one optimizer update; the statistics
-of this rank's micro-batches and the norm of the gradient, which is applied only where that is finite."""
+"""``stats, norm = update(minibatch, divisor, lr)``: one optimizer update by the gradient of (sum of losses / divisor),
+left out where its norm is not finite; the statistics are those of this rank's micro-batches."""
 Learn = Callable[[Sequence[Batch], Sequence[int], float], dict[str, float]]
-"""Of the minibatches, the trainable tokens of each and the learning rate: what else learns from them, and tells."""
+"""``told = learn(minibatches, totals, lr)``: has whatever else learns (a critic) learn from them, and gives what it
+tells; ``totals`` are the trainable tokens of each minibatch on all ranks."""
 
 
 class Progress:
-    """
+    """The trainer's step, its KL coefficient, and the order in which a step is computed.
+
     Args:
-        terms: of adapters, on which what is saved can be gone on from; nothing where there are none.
+        terms: what must be the same for a checkpoint of adapters to be loaded (``pretrained.lora.terms_of``); empty
+            where no adapters are trained.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, trainer: TrainerConfig, terms: Mapping[str, Any]) -> None:
@@ -46,7 +49,7 @@ class Progress:
 
     @property
     def version_now(self) -> int:
-        """Of the weights that the step under way makes."""
+        """The version that the step under way makes."""
         return self.step + 1
 
     def take(

@@ -146,7 +146,7 @@ class ReferenceBackend:
 
     @property
     def kl_coef(self) -> float:
-        """Of the next step."""
+        """The KL coefficient of the next step."""
         return self._progress.kl_coef
 
     # Forward
@@ -181,9 +181,6 @@ class ReferenceBackend:
         predicting, targets = run.before(batch.loss_mask), run.targets(batch.loss_mask)
         head = model.get_output_embeddings().weight  # [V, H]
         return token_logprobs(predicting, head, targets, self._temperature, CHUNK_TOKENS, with_entropy=with_entropy)
-
-    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     # Training
 

@@ -157,7 +157,7 @@ class ShardFiles:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of all tensors, by name."""
+        """The shape of every tensor, by name."""
         return {name: tuple(one.size) for name, one in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:

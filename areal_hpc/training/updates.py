@@ -37,8 +37,8 @@ def sums(numbers: Sequence[int], ranks: Ranks) -> list[int]:
 def loss_divisors(
     minibatches: Sequence[Batch], totals: Sequence[int], algorithm: AlgorithmConfig, ranks: Ranks
 ) -> list[int]:
-    """What the sum of each minibatch's losses is divided by: its trainable tokens, or a constant for each trajectory,
-    so that a long answer does not weigh less token by token (Dr. GRPO, arXiv:2503.20783); or its pairs.
+    """What the sum of each minibatch's losses is divided by: its trainable tokens, on all ranks; or a constant for each
+    trajectory, so that a token does not weigh less in a step of long answers (Dr. GRPO, arXiv:2503.20783); or its pairs.
     """
     if find(algorithm.name).pair_loss is not None:
         return sums([batch.num_sequences // 2 for batch in minibatches], ranks)
@@ -117,7 +117,7 @@ def token_losses(
 
 
 def pair_losses(margins: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Stats]:
-    """The same of a micro-batch of pairs, one loss for each."""
+    """The losses of a micro-batch of pairs, one for each pair, and their statistics."""
     pair_loss = find(algorithm.name).pair_loss
     assert pair_loss is not None, f"{algorithm.name} is not of pairs"
     losses = pair_loss(margins, algorithm)

@@ -21,7 +21,7 @@ from areal_hpc.delta import Weight, difference
 from areal_hpc.transfer import TensorSpec
 
 
-class Baseline:
+class DeltaBaseline:
     """The copy, and for whom it holds.
 
     Args:
@@ -70,10 +70,10 @@ class Baseline:
 
 
 def sent(specs: Sequence[TensorSpec], stands_for: int | None, *, deltas: bool) -> dict[str, float]:
-    """How many ``bytes`` of weights ``specs`` are, and how many ``bytes_saved`` that means where some can be.
+    """How many ``bytes`` an update of these ``specs`` is; with deltas or adapters also the ``bytes_saved`` by them.
 
     Args:
-        stands_for: bytes of what is not sent because of them; None where they are all that could be.
+        stands_for: bytes of the frozen weights that adapters are sent in place of; None where weights are sent.
     """
     num, whole = sum(map(num_bytes, specs)), sum(map(whole_bytes, specs))
     if stands_for is None and not deltas:

@@ -6,12 +6,12 @@
     each bucket: all members receive while rank 0 broadcasts, and packs the next one (``ahead.py``)
     pause all, if that was not needed before
     all sent, and nobody objects         ---- the version barrier
-    resume all under the new version     ---- sampling goes on, but for who finds only now that a checksum is wrong
+    resume all under the new version     ---- sampling goes on, save on an engine that only now finds a checksum wrong
 
-When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; who is paused
-stays so. Publish again, with the weights anew, to bring the members that are left up to date. An engine that comes
-later is caught up by itself, in a group of two that is gone afterwards: the others sample on, and are not harmed if it
-fails.
+When something fails, the engine at fault leaves the membership (``group.py``) and ``publish`` raises; engines that are
+paused stay paused. Publish again, with the weights anew, to bring the members that are left up to date. An engine that
+comes later is caught up alone, in a group of two that is gone afterwards: the others sample on, and are not harmed if
+it fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_hpc.delta import Weight
 from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import TensorSpec
 from areal_hpc.weights.ahead import AHEAD, Ahead
-from areal_hpc.weights.baseline import Baseline, sent
+from areal_hpc.weights.baseline import DeltaBaseline, sent
 from areal_hpc.weights.group import WeightGroup
 from areal_hpc.weights.membership import Membership
 
@@ -60,7 +60,7 @@ class BroadcastTransport:
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 120.0,
         host: str = "127.0.0.1",
-        baseline: Baseline | None = None,
+        baseline: DeltaBaseline | None = None,
         stands_for: int | None = None,
     ) -> None:
         self.membership = Membership(targets, timeout_s)
@@ -156,8 +156,8 @@ class BroadcastTransport:
 
     @contextmanager
     def _buckets(self, travelling: Iterator[tuple[str, Weight]], *, summed: bool) -> Iterator[Ahead]:
-        """Packed ahead. In host memory the next update takes the room that this one had, if it went well: page faults
-        cost more than the copy. That of a device is the trainer's to use meanwhile."""
+        """Buckets, packed ahead. Their host memory is kept for the next update if this one went well, since page faults
+        cost more than the copy; a device's memory is given back, since the trainer needs it meanwhile."""
         went_well = False
         try:
             planned = plan_buckets(travelling, self._bucket_bytes, self._memory, summed=summed)

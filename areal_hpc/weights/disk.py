@@ -33,7 +33,7 @@ from areal_hpc.protocols import WeightTarget
 from areal_hpc.transfer import TensorSpec
 from areal_hpc.waits import advance
 from areal_hpc.weight_files import MANIFEST, write_file
-from areal_hpc.weights.baseline import Baseline, sent
+from areal_hpc.weights.baseline import DeltaBaseline, sent
 from areal_hpc.weights.membership import Membership
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class DiskTransport:
         keep: int = 1,
         file_bytes: int = 1 << 30,
         timeout_s: float = 600.0,
-        baseline: Baseline | None = None,
+        baseline: DeltaBaseline | None = None,
         stands_for: int | None = None,
     ) -> None:
         assert keep >= 1, "the version being served must stay"

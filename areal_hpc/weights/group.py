@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 GRACE_S = 5.0
-"""Rank 0's operation ends by its own limit where it can, so that its error is the one that is told."""
+"""By how much longer than the operation's own limit it is waited for: its own error says more than ours would."""
 
 
 class WeightGroup:
@@ -92,7 +92,7 @@ class WeightGroup:
         advance("bytes broadcast", bucket.buffer.numel())
 
     async def close(self) -> None:
-        """Give the group up on all sides. What the engines sample is left as it is."""
+        """Give the group up on all sides. The engines sample on."""
         if self._group is not None:
             self._abandon()
             await self.membership.failures("leave its group", self._leave)

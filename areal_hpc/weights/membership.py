@@ -4,10 +4,10 @@
     members <------- admit -----------  anyone      a new engine, or one that was restarted: with the next publish
     members <----- catching_up -------  anyone      the same, at once and alone, while the members sample on
 
-A failed update is not resumed: the members that are left stay paused, with weights that may be half new, or go on with
-the old ones where new ones come beside them, until a publish goes through. Nobody samples with new weights before every
-member has answered for all that was sent. One that receives them beside sampling may find only when it is resumed that
-some are not what was sent: it is lost then and serves none of them, while the others go on.
+After a failed update nobody is resumed. Until a publish goes through, the members that are left stay paused, with
+weights that may be half new; those that receive new weights beside the old ones sample on with the old. Nobody samples
+with new weights before every member has answered for all that was sent. A member that receives weights beside sampling
+may find only when it is resumed that some are not what was sent: it is lost then, and serves none of them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from areal_hpc.generation.client import EngineClient
 from areal_hpc.transfer import GroupAddress
 from areal_hpc.weights import broadcast
 from areal_hpc.weights.ahead import Ahead
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 
 SHAPE: dict[str, Any] = {
@@ -156,7 +156,7 @@ async def _rounds(url: str, weights: dict[str, torch.Tensor], bucket_bytes: int,
     client = EngineClient("engine-0", url, token="secret")
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": LIMIT_S}
     whole = BroadcastTransport([client], epoch=1, **options)
-    changes = BroadcastTransport([client], epoch=2, baseline=Baseline(whole_every=1 << 30), **options)
+    changes = BroadcastTransport([client], epoch=2, baseline=DeltaBaseline(whole_every=1 << 30), **options)
     clock, random, saved = Clock(), torch.Generator().manual_seed(0), 0.0
     with raw_receiver(sizes, num_rounds + 1) as group:
         (other,) = set(psutil.Process().children()) - before

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from launched import CONFIG, until
 
-from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.components import Placement
 from areal_hpc.cluster.local import LocalLauncher
 from areal_hpc.cluster.remote import RemoteLauncher, Step
 from areal_hpc.errors import AttemptFailed, ConfigError
@@ -41,8 +41,8 @@ def agent(run: RunDir, node: str) -> list[str]:
 def remote(run: RunDir, start_s: float = START_S, **commands: list[str]) -> RemoteLauncher:
     """A step for each node."""
     steps = [(commands.get(node, agent(run, node)), [node]) for node in NODES]
-    seats = {role: Seat(node=node) for node, role in NODES.items()}
-    return RemoteLauncher(run, 1, steps, seats, start_s)
+    placements = {role: Placement(node=node) for node, role in NODES.items()}
+    return RemoteLauncher(run, 1, steps, placements, start_s)
 
 
 MAKE: Mapping[str, Callable[[RunDir], Any]] = {"local": lambda run: LocalLauncher(run, 1, {}), "remote": remote}

@@ -20,7 +20,7 @@ from areal_hpc.generation.client import EngineClient
 from areal_hpc.generation.router import Router
 from areal_hpc.protocols import WeightTransport
 from areal_hpc.types import GenerationRequest, Sampling
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -46,8 +46,8 @@ def fleet(
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeTransport:
     changes = request.param.endswith("of changes")
 
-    def baseline() -> Baseline | None:
-        return Baseline(whole_every=3) if changes else None
+    def baseline() -> DeltaBaseline | None:
+        return DeltaBaseline(whole_every=3) if changes else None
 
     if request.param.startswith("broadcast"):
         epochs.append(len(epochs))

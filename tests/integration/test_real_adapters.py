@@ -33,7 +33,7 @@ from areal_hpc.telemetry import add_secret
 from areal_hpc.training.export import write_adapters
 from areal_hpc.transfer import GroupAddress
 from areal_hpc.types import Completion
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -88,7 +88,7 @@ class World:
 
     def transport(self, kind: str, client: EngineClient, place: Path, *, delta: bool) -> Any:
         told: dict[str, Any] = {"epoch": len(self.versions), "timeout_s": 100}
-        told |= {"baseline": Baseline(whole_every=8) if delta else None, "stands_for": self.whole_bytes}
+        told |= {"baseline": DeltaBaseline(whole_every=8) if delta else None, "stands_for": self.whole_bytes}
         if kind == "broadcast":
             return BroadcastTransport([client], bucket_bytes=4_000, **told)
         return DiskTransport(place / "weights", [client], **told)

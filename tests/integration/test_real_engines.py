@@ -28,7 +28,7 @@ from areal_hpc.generation.connection import Connection
 from areal_hpc.generation.external.process import ServerProcess
 from areal_hpc.telemetry import add_secret
 from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -178,9 +178,13 @@ def test_D20_weights_arrive_whole_in_the_middle_of_an_answer(world: World, kind:
 def test_changes_alone_make_the_weights_that_the_trainer_has(world: World, kind: str, tmp_path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         transport: Any = (
-            BroadcastTransport([client], epoch=100 + world.version, timeout_s=100, baseline=Baseline(whole_every=8))
+            BroadcastTransport(
+                [client], epoch=100 + world.version, timeout_s=100, baseline=DeltaBaseline(whole_every=8)
+            )
             if kind == "broadcast"
-            else DiskTransport(tmp_path / "weights", [client], epoch=1, timeout_s=100, baseline=Baseline(whole_every=8))
+            else DiskTransport(
+                tmp_path / "weights", [client], epoch=1, timeout_s=100, baseline=DeltaBaseline(whole_every=8)
+            )
         )
         for whole in (True, False, False):
             weights = world.new_weights() if whole else world.slightly_other_weights()

@@ -121,7 +121,7 @@ PPO = AlgorithmConfig(
     gae=GaeConfig(lam=0.9),
     kl=KlConfig(coef=0.05, place=KlPlace.REWARD, estimator=KlEstimator.K1, target=1e-6),
 )
-M2PO = AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=0.2)
+M2PO = AlgorithmConfig(name="m2po", m2_threshold=0.2)
 
 
 def menu(group: ProcessGroup | None, path: Path) -> list[Any]:

@@ -25,7 +25,7 @@ from areal_hpc.errors import CorruptRecord
 from areal_hpc.report.inspect import show_step
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.loop import LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
@@ -80,7 +80,7 @@ def train(
     loop = TrainingLoop(
         epoch=1,
         step=0,
-        pace=Pace(total_steps=STEPS, checkpoint_every=100, max_new_tokens=20, starve_s=5.0, seed=7),
+        settings=LoopSettings(total_steps=STEPS, checkpoint_every=100, max_new_tokens=20, starve_s=5.0, seed=7),
         algorithm=ALGORITHM,
         ranks=Ranks(),
         backend=backend,

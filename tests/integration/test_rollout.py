@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.config.schema import RolloutConfig, SamplingConfig
 from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.rollout.runner import Runner
 from areal_hpc.rollout.workflows import SingleTurn
@@ -104,20 +105,21 @@ def test_prompts_become_scored_groups(tmp_path: Path) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         ring, failures, stream = Ring(12), list[Mapping[str, Any]](), Stream()
         pool = RewardPool("areal_hpc.tasks.sort_digits:reward", workers=2, timeout_s=20.0)
-        runner = Runner(
-            stream=stream,
-            writer=ring,
+        config = RolloutConfig(
+            reward="", group_size=4, concurrency=3, attempts=20, sampling=SamplingConfig(max_new_tokens=40)
+        )
+        episodes = EpisodeRunner(
             workflow=SingleTurn(),
             generator=Sorter(renderer, tokenizer),
             renderer=renderer,
             score=pool.score,
-            config=RolloutConfig(
-                reward="", group_size=4, concurrency=3, attempts=20, sampling=SamplingConfig(max_new_tokens=40)
-            ),
+            config=config,
             max_tokens=128,
-            record=lambda kind, values: failures.append(values) if kind == "failure" else None,
+            record=lambda kind, values: failures.append(values),
+            seed=1,
             retry_pause_s=0.0,
         )
+        runner = Runner(episodes=episodes, stream=stream, writer=ring, config=config, record=lambda kind, values: None)
         await asyncio.wait_for(runner.run(ring.full), 60)
         await pool.close()
         assert set(ring.drops) <= {Drop.FILTERED}

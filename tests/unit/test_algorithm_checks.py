@@ -71,16 +71,16 @@ GOOD |= {
     ),
     "dapo whole": AlgorithmConfig(name="dapo", clip_high=0.28, overlong=OverlongConfig(tokens=128)),
     "plain ppo on old data": AlgorithmConfig(decoupled=False, proximal=ProximalMethod.BEHAVIOUR),
-    "m2po on old data": AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=0.04),
+    "m2po on old data": AlgorithmConfig(name="m2po", m2_threshold=0.04),
     "a loss of one's own may read anything": AlgorithmConfig(
-        loss="a:b", decoupled=False, sapo_tau_negative=2.0, m2_threshold=0.1
+        loss="a:b", sapo_tau_negative=2.0, m2_threshold=0.1
     ),
 }
 BAD_ALGORITHM |= {
     "algorithm.sapo_tau_positive": AlgorithmConfig(sapo_tau_positive=2.0),
     "algorithm.m2_threshold": AlgorithmConfig(m2_threshold=0.04),
     "algorithm.m2_threshold chooses": replace(GOOD["m2po on old data"], proximal=ProximalMethod.REUSE),
-    "algorithm.decoupled to false": replace(GOOD["m2po on old data"], decoupled=True),
+    "algorithm.decoupled to true": replace(GOOD["m2po on old data"], decoupled=False),
     "algorithm.clip_high": AlgorithmConfig(name="sapo", decoupled=False, clip_high=0.3),
     "algorithm.dual_clip does nothing with algorithm.name = cispo": AlgorithmConfig(name="cispo", dual_clip=3.0),
     "algorithm.gae": AlgorithmConfig(gae=GaeConfig(lam=0.9)),

@@ -27,7 +27,7 @@ from areal_hpc.roles.wiring.training import make_backend
 from areal_hpc.rollout.rewards import gsm8k_answer
 from areal_hpc.tasks.sort_digits import SortDigits, reward
 from areal_hpc.training.batching import pack
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.loop import LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch, StopReason, Trajectory, TrajectoryGroup
@@ -133,7 +133,7 @@ class Run:
         loop = TrainingLoop(
             epoch=1,
             step=0,
-            pace=Pace(total_steps=4, checkpoint_every=100, max_new_tokens=16, starve_s=60.0, seed=1),
+            settings=LoopSettings(total_steps=4, checkpoint_every=100, max_new_tokens=16, starve_s=60.0, seed=1),
             algorithm=config.algorithm,
             ranks=Ranks(),
             backend=self.backend,
@@ -195,7 +195,7 @@ def test_ten_steps_on_given_answers_lower_the_loss(file: Path, quickstart_model:
     loop = TrainingLoop(
         epoch=1,
         step=0,
-        pace=Pace(total_steps=10, checkpoint_every=100, max_new_tokens=16, starve_s=60.0, seed=1),
+        settings=LoopSettings(total_steps=10, checkpoint_every=100, max_new_tokens=16, starve_s=60.0, seed=1),
         algorithm=config.algorithm,
         ranks=Ranks(),
         backend=backend,

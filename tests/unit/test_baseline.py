@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_hpc.delta import Delta, apply
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 
 Weights = dict[str, torch.Tensor]
 
@@ -41,7 +41,7 @@ def weights() -> Weights:
     return {"w": torch.zeros(10, 30, dtype=torch.bfloat16), "norm": torch.ones(40)}
 
 
-def publish(baseline: Baseline, engine: Engine, weights: Weights, holders: int = 1) -> None:
+def publish(baseline: DeltaBaseline, engine: Engine, weights: Weights, holders: int = 1) -> None:
     step(weights)
     engine.take(baseline.against(weights.items(), holders))
     baseline.settle(holders)
@@ -49,14 +49,14 @@ def publish(baseline: Baseline, engine: Engine, weights: Weights, holders: int =
 
 
 def test_the_first_is_whole_and_so_is_every_nth(weights: Weights) -> None:
-    baseline, engine = Baseline(whole_every=3), Engine()
+    baseline, engine = DeltaBaseline(whole_every=3), Engine()
     for _ in range(7):
         publish(baseline, engine, weights)
     assert engine.told == [False, True, True, False, True, True, False]
 
 
 def test_each_time_that_the_membership_has_changed_it_is_whole(weights: Weights) -> None:
-    baseline, engine = Baseline(whole_every=100), Engine()
+    baseline, engine = DeltaBaseline(whole_every=100), Engine()
     for holders in (1, 1, 2, 2, 4):
         publish(baseline, engine, weights, holders)
     assert engine.told == [False, True, False, True, False]
@@ -65,7 +65,7 @@ def test_each_time_that_the_membership_has_changed_it_is_whole(weights: Weights)
 @pytest.mark.parametrize("read", [0, 1, 2])
 def test_after_an_update_that_did_not_arrive_it_is_whole(weights: Weights, read: int) -> None:
     """Wherever it broke off: some engine may hold any mixture now, and the copy here does, too."""
-    baseline, engine = Baseline(whole_every=100), Engine()
+    baseline, engine = DeltaBaseline(whole_every=100), Engine()
     publish(baseline, engine, weights)
     publish(baseline, engine, weights)
     step(weights)
@@ -78,7 +78,7 @@ def test_after_an_update_that_did_not_arrive_it_is_whole(weights: Weights, read:
 
 
 def test_a_tensor_travels_whole_where_its_delta_would_not_be_shorter() -> None:
-    baseline = Baseline(whole_every=100)
+    baseline = DeltaBaseline(whole_every=100)
     weights = {"dense": torch.zeros(300), "sparse": torch.zeros(300), "strided": torch.zeros(10, 20).t()}
     list(baseline.against(weights.items(), 1))
     baseline.settle(1)

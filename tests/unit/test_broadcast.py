@@ -13,7 +13,7 @@ from areal_hpc.buckets import Bucket
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.transfer import GroupAddress, Reception, TensorSpec
 from areal_hpc.weights import broadcast
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.membership import Membership
 
@@ -115,7 +115,7 @@ def test_where_nobody_proves_what_comes_nobody_sums_it(log: list[str]) -> None:
 @pytest.mark.parametrize("refused", ["prepare", "pause", "resume 5"])
 def test_whoever_fails_is_lost_and_what_follows_is_whole(log: list[str], refused: str) -> None:
     good, bad = Target("good", log, stages=True), Target("bad", log, stages=True)
-    transport = BroadcastTransport([good, bad], epoch=1, bucket_bytes=2000, baseline=Baseline(whole_every=100))
+    transport = BroadcastTransport([good, bad], epoch=1, bucket_bytes=2000, baseline=DeltaBaseline(whole_every=100))
     publish(transport, 4)
     assert publish(transport, 4)["bytes_saved"] == 4800  # nothing had changed
     bad.refuses = refused

@@ -5,129 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commits_world import World
 
-from areal_hpc import mount
-from areal_hpc.buffer.account import Shortage
-from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
-from areal_hpc.checkpoint import steps_of, verify
+from areal_hpc.buffer.epochs import claim_epoch
+from areal_hpc.checkpoint import verify
 from areal_hpc.config.describe import dump
-from areal_hpc.config.load import load
-from areal_hpc.config.schema import CheckpointConfig
-from areal_hpc.errors import ConfigError, Fenced, RoleDied, WaitTimeout
+from areal_hpc.errors import Fenced, RoleDied, WaitTimeout
 from areal_hpc.fs import publish_json
-from areal_hpc.roles import commits
-from areal_hpc.roles.commits import Commits
-from areal_hpc.roles.wiring.carried import carried_on, wandb_id
-from areal_hpc.run_dir import RunDir
+from areal_hpc.roles.wiring.carried import wandb_id
 from areal_hpc.training.ranks import Ranks
-from areal_hpc.types import WeightVersion
-from areal_hpc.watermark import Watermark
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
-ONE = {1: None}
-
-
-class Backend:
-    """One number as a model. Writing waits for ``disk``, and fails with what is in ``problems``."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.weight, self.disk, self.problems = rank, 0, threading.Event(), list[Exception]()
-        self.disk.set()
-
-    def snapshot(self) -> Callable[[Path], None]:
-        weight = self.weight
-
-        def write(path: Path) -> None:
-            assert self.disk.wait(10)
-            if self.problems:
-                raise self.problems.pop(0)
-            (path / f"model-{self.rank}").write_text(str(weight))
-
-        return write
-
-    def complete(self, directory: str) -> None:
-        """Note whose parts were there when they were made one."""
-        parts = sorted(path.name for path in Path(directory).glob("model-*"))
-        (Path(directory) / "completed").write_text(" ".join(parts))
-
-
-class Reader:
-    """A ring that notes what it is told to be durable."""
-
-    def __init__(self) -> None:
-        self.consumed = Watermark()
-        self.told: list[int] = []
-        self.problem: Shortage | None = None
-        self.asked: list[Mapping[str, Any] | None] = []
-        self.crowded = False
-
-    def shortage(self) -> Shortage | None:
-        return self.problem
-
-    def is_crowded(self, begun: Mapping[str, Any] | None) -> bool:
-        self.asked.append(begun)
-        return self.crowded
-
-    def stats(self) -> Mapping[str, float]:
-        return {"bytes": 3 << 20}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self.consumed.state_dict()}
-
-    def covered(self, state: Mapping[str, Any]) -> None:
-        self.told.append(state["consumed"]["low"])
-
-
-class World:
-    """One trainer rank, its disk and its ring."""
-
-    def __init__(self, root: Path, ranks: Ranks | None = None, **checkpoint: Any) -> None:
-        ranks = ranks or Ranks()
-        self.run = RunDir.create(root)
-        self.records: list[dict[str, Any]] = []
-        self.backend, self.reader = Backend(ranks.rank), Reader()
-        self.config = load([QUICKSTART], [f"run_root={root.parent}", "name=run"])
-        self.config = replace(self.config, checkpoint=CheckpointConfig(**checkpoint))
-        process: Any = SimpleNamespace(
-            run=self.run,
-            epoch=1,
-            config=self.config,
-            recorder=SimpleNamespace(record=lambda kind, values: self.records.append({"kind": kind, **values})),
-        )
-        side: Any = (
-            SimpleNamespace(reader=self.reader, identity={"rows": 7}, archiver=None, ring=self.reader)
-            if ranks.leads
-            else None
-        )
-        self.side = side
-        if ranks.leads:
-            claim_epoch(self.run, {})
-            start = WeightVersion(1, 0)
-            record = StartRecord(
-                parent=None, version=start, consumed=Watermark(), fingerprint="f", carried=carried_on(self.run, None)
-            )
-            write_start(self.run, 1, record)
-        self.commits = Commits(process=process, ranks=ranks, backend=self.backend, side=side)  # type: ignore[arg-type]
-        self.process = process
-
-    def train(self, step: int) -> None:
-        """What the loop does up to the edge of ``step``: two prompts are consumed by it."""
-        self.backend.weight = step
-        for position in range(2 * step):
-            self.reader.consumed.add(position)
-
-    def steps(self) -> list[int]:
-        return steps_of(self.run, ONE)
-
-    def path(self, step: int) -> Path:
-        return self.run.checkpoints / f"step-{step:08d}.e00000001"
 
 
 @pytest.fixture
@@ -271,96 +164,6 @@ def test_an_error_elsewhere_does_not_throw_away_a_checkpoint_under_way(
     assert "No space left on device" in caplog.text
 
 
-# Room
-
-
-@pytest.fixture
-def space(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Free space by the test's word, asked for each time."""
-    told = SimpleNamespace(free=0)
-    monkeypatch.setattr(commits, "SPACE_LOOK_S", 0.0)
-    monkeypatch.setattr(mount, "_free", lambda _: (told.free, None))
-    return told
-
-
-def test_fault_40_a_checkpoint_is_worth_it_where_space_is_short_and_it_finds_room_itself(
-    world: World, space: SimpleNamespace
-) -> None:
-    short = 255 << 20  # less than buffer.min_free_mb, and far more than a checkpoint here
-    space.free = short
-    assert not world.commits.would_make_room(), "there is none before it, so nothing would be deleted"
-    world.commits.begin(1, weights=0)
-    world.commits.settle(wait=True)
-    assert world.commits.would_make_room()
-    space.free = 257 << 20
-    assert not world.commits.would_make_room(), "workers go on"
-    taken = sum(path.stat().st_size for path in world.path(1).iterdir() if path.name != "MANIFEST.json")
-    for free, expected in ((taken + commits.SPARE, False), (taken + commits.SPARE + 1, True)):
-        space.free = free
-        assert world.commits.would_make_room() is expected
-    later: Any = SimpleNamespace(reader=world.reader, ring=world.reader)
-    again = Commits(
-        process=world.process,
-        ranks=Ranks(),
-        backend=world.backend,
-        side=later,
-        newest=verify(world.path(1)),
-    )
-    assert again.would_make_room(), "the attempt goes on from one"
-
-
-def test_a_run_that_is_short_before_its_first_checkpoint_gets_one_before_its_next_step(
-    world: World, space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes two until the ring may delete anything, and no step comes between them once all wait."""
-    size = 1 << 20
-    monkeypatch.setattr(commits, "first_checkpoint_bytes", lambda config: size if config is world.config else 0)
-    for free, expected in ((size + commits.SPARE, False), (size + commits.SPARE + 1, True), (257 << 20, False)):
-        space.free = free
-        assert world.commits.is_crowded() is expected
-        assert not world.commits.would_make_room(), "nothing would be deleted after it"
-    world.commits.begin(1, weights=0)
-    space.free = 255 << 20
-    assert not world.commits.is_crowded(), "the second comes where workers wait"
-    world.commits.settle(wait=True)
-    assert world.commits.would_make_room()
-
-
-def test_fault_40_a_quota_asks_for_checkpoints_against_the_newest_that_was_begun(
-    world: World, space: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    space.free = 1 << 40
-    assert not world.commits.is_crowded()
-    world.train(1)
-    world.backend.disk.clear()
-    world.commits.begin(1, weights=0)
-    world.reader.crowded = True
-    with caplog.at_level(logging.INFO):
-        assert world.commits.is_crowded()
-    assert "a checkpoint now, so that the ring, at 3 MiB, stays within buffer.max_mb" in caplog.text
-    assert world.reader.asked == [None, {"consumed": {"low": 2, "above": []}}], "not the newest that is durable"
-    assert not world.commits.would_make_room()
-    world.reader.problem = Shortage("somebody holds it", 7.5)
-    assert world.commits.would_make_room()
-    world.commits.require_room()  # one is under way, and may help
-    world.backend.disk.set()
-    world.commits.settle(wait=True)
-    with pytest.raises(
-        ConfigError, match=r"^buffer\.max_mb: quota too small: somebody .* 7\.5 at least, and go on with --resume$"
-    ):
-        world.commits.require_room()
-    world.reader.problem = None
-    world.commits.require_room()
-
-
-def test_free_space_is_looked_at_rarely(world: World, space: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.commits.begin(1, weights=0)
-    world.commits.settle(wait=True)
-    monkeypatch.setattr(commits, "SPACE_LOOK_S", 1e6)
-    space.free = 255 << 20
-    assert [world.commits.would_make_room() for _ in range(3)] == [True, False, False]
-
-
 # What stays
 
 
@@ -432,9 +235,8 @@ def test_B5_rank_0_commits_when_every_rank_has_given_its_word(tmp_path: Path) ->
     other.commits.settle(wait=True)
     names = {path.name for path in one.path(1).iterdir()}
     assert names >= {"model-0", "model-1", "part-00001.json", "MANIFEST.json"}
-    assert (
-        one.path(1) / "completed"
-    ).read_text() == "model-0 model-1"  # once all ranks had written, before the manifest
+    # Made one once all ranks had written, and before the manifest:
+    assert (one.path(1) / "completed").read_text() == "model-0 model-1"
     assert verify(one.path(1)).layout == {"ranks": 2}
     assert (one.reader.told, other.reader.told) == ([0], [])
 

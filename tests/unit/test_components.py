@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.cluster.components import (
-    Seat,
+    Placement,
     components_of,
     divide,
     engine_of_part,
     nodes_of_engine,
     num_parts,
-    seats,
+    placements,
 )
 from areal_hpc.cluster.environment import Allocation, allocation
 from areal_hpc.cluster.plan import plan_lines
@@ -47,8 +47,8 @@ def test_A46_the_first_node_is_the_leaders_and_not_the_first_by_name() -> None:
     job = allocation(HET)
     assert job == Allocation(job_id="17", restarts=0, components=(("n4",), ("n1", "n2")))
     config = config_of("cluster.generation.nodes=2")
-    placed = seats(config, divide(config, job.components), roles_of(config))
-    assert placed["trainer", 0] == Seat(node="n4")
+    placed = placements(config, divide(config, job.components), roles_of(config))
+    assert placed["trainer", 0] == Placement(node="n4")
 
 
 def test_a_plain_job_is_one_component_and_requeues_are_counted() -> None:
@@ -96,7 +96,7 @@ def test_a_job_of_other_nodes_is_refused(allocated: list[tuple[str, ...]]) -> No
 def test_A25_missing_gpus_are_an_error_at_once_that_says_how_many() -> None:
     config = config_of("cluster.generation.gres=gpu:4", "generation.replicas=5")
     with pytest.raises(ConfigError, match=r"cluster\.generation: 5 GPUs are needed on g1, and 4 are asked for"):
-        seats(config, {"trainer": ["t1"], "generation": ["g1"]}, roles_of(config))
+        placements(config, {"trainer": ["t1"], "generation": ["g1"]}, roles_of(config))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_gpus_are_known_however_a_site_has_them_asked_for(words: tuple[str, ...]
 def test_seats_are_even_in_blocks_and_share_no_gpu(replicas: int, nodes: int) -> None:
     config = config_of(f"generation.replicas={replicas}", f"cluster.generation.nodes={nodes}", "cluster.all.gpus=40")
     where = {"trainer": ["t1"], "generation": [f"g{number}" for number in range(nodes)]}
-    placed = seats(config, where, roles_of(config))
+    placed = placements(config, where, roles_of(config))
     mine = [placed["generator", index] for index in range(replicas)]
     counts = Counter(seat.node for seat in mine)
     assert max(counts.values()) - min(counts.values()) <= 1
@@ -148,13 +148,13 @@ def test_an_engine_larger_than_a_node_has_whole_nodes_to_itself(
         f"cluster.generation.nodes={span * replicas + spare}",
     )
     where = {"trainer": ["t1"], "generation": [f"g{number}" for number in range(span * replicas + spare)]}
-    placed = seats(config, where, roles_of(config))
+    placed = placements(config, where, roles_of(config))
     all_of_it = tuple(range(gpus))
     for engine in range(replicas):
         parts = [part for part in range(num_parts(config)) if engine_of_part(config, part)[0] == engine]
         mine = [placed["generator", engine], *(placed["part", part] for part in parts)]
         first = engine * span
-        assert mine == [Seat(node=f"g{first + rank}", devices=all_of_it) for rank in range(span)]
+        assert mine == [Placement(node=f"g{first + rank}", devices=all_of_it) for rank in range(span)]
         assert [engine_of_part(config, part)[1] for part in parts] == list(range(1, span))
 
 

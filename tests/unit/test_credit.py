@@ -150,7 +150,7 @@ def test_token_advantages_are_normalised_over_all_minibatches() -> None:
 @pytest.mark.parametrize("name", CASES["m2po"])
 def test_m2po_agrees_with_recorded_numbers(name: str) -> None:
     case, tokens = CASES["m2po"][name], CASES["tokens"]
-    config = AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=case["threshold"])
+    config = AlgorithmConfig(name="m2po", m2_threshold=case["threshold"])
     whole = batch([tokens["mask"][:4], tokens["mask"][4:]], [tokens["behaviour"]])
     found = one(whole, [0.0, 0.0], Models(proximal=tokens["proximal"]), config)
     assert found.eligible is not None
@@ -159,7 +159,7 @@ def test_m2po_agrees_with_recorded_numbers(name: str) -> None:
 
 
 def test_E6_m2po_leaves_out_what_is_not_finite_and_keeps_two_policies_that_agree() -> None:
-    config = AlgorithmConfig(name="m2po", decoupled=False, m2_threshold=0.04)
+    config = AlgorithmConfig(name="m2po", m2_threshold=0.04)
     inf = math.inf
     whole = batch([[0, 1, 1, 1, 1]], [[0.0, -1.0, -inf, -inf, -1.0]])
     found = one(whole, [0.0], Models(proximal=[0.0, -1.0, -inf, -1.0, math.nan]), config)

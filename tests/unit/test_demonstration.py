@@ -75,6 +75,17 @@ def test_pairs_have_the_better_answer_first(renderer: ChatRenderer) -> None:
     assert group.position == 3
 
 
+def test_an_assistants_turns_in_the_prompt_are_context(renderer: ChatRenderer) -> None:
+    """As in an episode: the model is not to learn what it, or whoever wrote the examples, had said before."""
+    prompt = (*ASKED, {"role": "assistant", "content": "five"}, {"role": "user", "content": "Sure?"})
+    (found,) = group_of(prompt_of("4", prompt), renderer, Data.RESPONSES, "rejected").trajectories
+    context = renderer.render(prompt)
+    assert tuple(found.token_ids[: len(context)]) == context
+    assert found.loss_mask.tolist() == [False] * len(context) + [True, True]
+    pair = group_of(prompt_of("4", prompt, worse="6"), renderer, Data.PAIRS, "worse").trajectories
+    assert [trained_text(trajectory, renderer) for trajectory in pair] == ["4", "6"]
+
+
 def test_a_conversation_is_its_own_answer(renderer: ChatRenderer) -> None:
     messages = (*ASKED, {"role": "assistant", "content": "4"}, *ASKED, {"role": "assistant", "content": "still 4"})
     (found,) = group_of(prompt_of(None, messages), renderer, Data.RESPONSES, "rejected").trajectories

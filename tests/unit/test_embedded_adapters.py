@@ -44,7 +44,7 @@ from areal_hpc.generation.embedded.server import start_server
 from areal_hpc.pretrained.lora import BASE, merged
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.disk import DiskTransport
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -183,7 +183,7 @@ def test_the_trainer_s_adapters_reach_an_engine_and_nothing_else_does(
         url, server = await start_server(engine, token="secret")
         client = EngineClient("engine-0", url, token="secret")
         transport = DiskTransport(
-            tmp_path / "weights", [client], epoch=1, timeout_s=30, baseline=Baseline(8) if delta else None
+            tmp_path / "weights", [client], epoch=1, timeout_s=30, baseline=DeltaBaseline(8) if delta else None
         )
         sizes = []
         for version in range(1, 4):

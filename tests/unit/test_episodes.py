@@ -13,7 +13,9 @@ from rollout_fakes import (
     Engine,
     Records,
     Ring,
+    Stream,
     config,
+    episodes_of,
     failing,
     position_of,
     run,
@@ -24,7 +26,7 @@ from rollout_fakes import (
 from areal_hpc.config.schema import FilterConfig, SamplingConfig
 from areal_hpc.errors import ConfigError, DataError, Fenced, GenerationError, RewardError, RewardRaised
 from areal_hpc.protocols import Episode
-from areal_hpc.rollout.episodes import derive_seed
+from areal_hpc.rollout.episodes import Running, derive_seed
 from areal_hpc.types import Drop, GenerationRequest, Message, Prompt, Trajectory
 
 
@@ -245,20 +247,20 @@ def test_a_prompt_is_rendered_once_for_its_group_and_other_messages_each_time() 
 
 def test_an_episode_that_is_postponed_has_so_much_more_time() -> None:
     async def test() -> None:
-        ring, records, may_answer = Ring(1, done=1), Records(), asyncio.Event()
+        may_answer = asyncio.Event()
 
         async def wait(request: GenerationRequest, count: int) -> None:
             await may_answer.wait()
 
-        runner = runner_of(ring, engine := Engine(wait), records, config=config(timeout_s=0.2, attempts=1))
-        running = asyncio.create_task(runner.run(ring.stop))
+        episodes = episodes_of(engine := Engine(wait), config=config(timeout_s=0.2, attempts=1, group_size=3))
+        running = asyncio.create_task(episodes.run(Running(Stream().next(), "g")))
         while not engine.requests:
             await asyncio.sleep(0)
-        runner.postpone(60.0)
+        episodes.postpone(60.0)
         await asyncio.sleep(0.3)
         may_answer.set()
-        await running
-        assert list(ring.sealed) == [0]
-        assert not records.kept["failure"]
+        trajectories, failure = await running
+        assert [trajectory.episode for trajectory in trajectories] == [0, 1, 2]
+        assert failure is None
 
     run(test())

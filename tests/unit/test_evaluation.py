@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc import checkpoint
 from areal_hpc.buffer.epochs import StartRecord, claim_epoch, write_start
-from areal_hpc.cluster.components import components_of, divide, seats
+from areal_hpc.cluster.components import components_of, divide, placements
 from areal_hpc.config.cluster import ComponentConfig, Shape
 from areal_hpc.config.describe import dump
 from areal_hpc.config.load import load
@@ -82,7 +82,7 @@ def test_in_a_slurm_job_its_engines_have_all_nodes_and_what_was_asked_for_those_
     assert (component.roles, component.request.nodes, component.gpus) == (("generator", "part", "evaluator"), 3, 2)
     assert measured.cluster.setup == ("module load cuda",)
     nodes = divide(measured, [("n1", "n2", "n3")])
-    placed = seats(measured, nodes, roles_of(measured))
+    placed = placements(measured, nodes, roles_of(measured))
     assert {key: seat.node for key, seat in placed.items()} == {
         ("generator", 0): "n1",
         ("generator", 1): "n2",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_fakes import Alternating, Digits, Engine, Records, Stream, config, failing, parity, position_of, run
+from rollout_fakes import Engine, Records, Stream, config, episodes_of, failing, parity, position_of, run
 
 from areal_hpc.config.schema import EvaluationConfig, RolloutConfig
 from areal_hpc.errors import ConfigError, GenerationError, RewardError
@@ -27,7 +27,6 @@ from areal_hpc.roles.evaluator import _answer_all, _result
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.episodes import EvaluationParts
 from areal_hpc.roles.wiring.evaluations import Agenda
-from areal_hpc.rollout.episodes import EpisodeRunner
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import GenerationRequest, Prompt, StopReason, Trajectory
 
@@ -104,21 +103,11 @@ TWO_SAMPLES = EvaluationConfig(samples=2)
 
 
 def parts_of(engine: Engine, records: Records, num_prompts: int = 6, **parts: Any) -> EvaluationParts:
-    knobs: dict[str, Any] = {
-        "workflow": Alternating(),
-        "generator": engine,
-        "renderer": Digits(),
-        "score": parity,
-        "config": config(group_size=2, attempts=2),
-        "max_tokens": 64,
-        "record": records,
-        "seed": 1,
-        "retry_pause_s": 0.0,
-    }
+    knobs = {"config": config(group_size=2, attempts=2), "record": records}
     stream = Stream()
     return EvaluationParts(
         prompts=[stream.next() for _ in range(num_prompts)],
-        episodes=EpisodeRunner(**knobs | parts),
+        episodes=episodes_of(engine, **knobs | parts),
         newest_version=lambda: 0,
         agenda=Agenda,
         evaluated=set,

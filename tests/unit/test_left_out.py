@@ -15,7 +15,7 @@ import pytest
 from started import config_in, end_at_once, leave, start, state_of
 
 from areal_hpc.buffer.epochs import claim_epoch
-from areal_hpc.cluster.components import Seat
+from areal_hpc.cluster.components import Placement
 from areal_hpc.cluster.local import Ended, LocalLauncher
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import ComponentConfig, Shape
@@ -111,7 +111,7 @@ def test_whoever_has_found_it_is_named_with_node_and_device(tmp_path: Path) -> N
     run = RunDir.create(tmp_path / "run")
     run.attempt(1).create().log("generator", 0).write_text("looked\nn2 was to compute on CUDA_VISIBLE_DEVICES=3\n")
     local = LocalLauncher(run, 1, {})
-    local.seat_of = lambda role, index: Seat(node="n2", devices=(0, 3))  # type: ignore[method-assign]
+    local.placement_of = lambda role, index: Placement(node="n2", devices=(0, 3))  # type: ignore[method-assign]
     nothing: Any = lambda *_: None  # noqa: E731
     limits = Config.__dataclass_fields__["limits"].default_factory()  # type: ignore[misc]
     supervisor = Supervisor(
@@ -126,7 +126,7 @@ def test_whoever_has_found_it_is_named_with_node_and_device(tmp_path: Path) -> N
 
 def test_on_one_machine_the_node_is_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    assert LocalLauncher(RunDir(tmp_path), 1, {}).seat_of("generator", 7) == Seat(node="n3")
+    assert LocalLauncher(RunDir(tmp_path), 1, {}).placement_of("generator", 7) == Placement(node="n3")
 
 
 # The launcher

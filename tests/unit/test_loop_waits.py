@@ -99,7 +99,7 @@ def test_fault_40_a_checkpoint_makes_room_where_workers_begin_nothing_for_want_o
             produce()
         return False
 
-    world.loop.pressed, world.loop.stop_requested = space, begin_if_there_is_room
+    world.loop.would_make_room, world.loop.stop_requested = space, begin_if_there_is_room
     assert world.run() is True
     after = world.calls[world.calls.index("publish 1") + 1 :]
     assert after[:2] == ["commit 1", "durable"], "while step 2 is waited for"
@@ -109,7 +109,7 @@ def test_fault_40_a_checkpoint_makes_room_where_workers_begin_nothing_for_want_o
 
 def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
     world = World()
-    world.loop.pressed, world.loop.stop_requested = lambda: True, lambda: False  # and nobody produces
+    world.loop.would_make_room, world.loop.stop_requested = lambda: True, lambda: False  # and nobody produces
     ticks = itertools.count(step=20.0)
     world.loop.clock = lambda: next(ticks)
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
 def test_fault_40_a_checkpoint_of_a_crowded_ring_comes_before_the_next_step_which_does_not_wait_for_it() -> None:
     """Once a step, and not where the step has one anyway."""
     world = World(total_steps=4, checkpoint_every=3)
-    world.loop.crowded = lambda: world.loop.step >= 2
+    world.loop.is_crowded = lambda: world.loop.step >= 2
     assert world.run() is True
     kept = [call for call in world.calls if call.startswith(("commit", "durable", "train"))]
     assert kept == ["train", "train", "commit 2", "train", "commit 3", "train", "commit 4", "durable"]
@@ -129,7 +129,7 @@ def test_fault_40_a_checkpoint_of_a_crowded_ring_comes_before_the_next_step_whic
 def test_fault_40_where_no_checkpoint_makes_room_the_run_ends_at_its_last_step_and_says_why() -> None:
     world = World()
     world.loop.stop_requested = lambda: False  # and nobody produces
-    world.loop.pressed = lambda: True
+    world.loop.would_make_room = lambda: True
 
     def refuse() -> None:
         raise ConfigError("buffer.max_mb: quota too small")
@@ -162,7 +162,7 @@ def test_the_time_of_such_a_checkpoint_is_not_the_workers() -> None:
         seconds[0] += 1000.0
         commit(step)
 
-    world.loop.pressed, world.loop.commit, world.loop.stop_requested = lambda: True, slow, a_second_later
+    world.loop.would_make_room, world.loop.commit, world.loop.stop_requested = lambda: True, slow, a_second_later
     world.loop.clock = lambda: seconds[0]
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
         world.loop.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,14 @@ def test_stats_of_the_policies() -> None:
     assert stats["logprob_gap_max"] == pytest.approx(0.5)
     assert (stats["staleness_min"], stats["staleness_mean"], stats["staleness_max"]) == (0.0, 1.0, 2.0)
     assert stats["approx_kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 2)
+
+
+@pytest.mark.parametrize("method", [ProximalMethod.LOGLINEAR, ProximalMethod.REUSE, ProximalMethod.BEHAVIOUR])
+def test_the_gap_is_to_what_the_trainer_computes_not_to_what_stands_in_for_it(method: ProximalMethod) -> None:
+    """A stand-in is made of the behaviour policy's log-probs: it would agree with an engine that computes nonsense."""
+    inputs = replace(batch([-1.0, -1.5], [], [-1.5, -3.5], [1, 1], versions=[4, 2]), proximal=None)
+    stats = finish(run(inputs, AlgorithmConfig(decoupled=False, proximal=method))[0].stats)
+    assert (stats["logprob_gap"], stats["logprob_gap_max"]) == (1.25, 2.0)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -43,4 +43,4 @@ def test_zero_is_always() -> None:
 
 def test_who_commits_at_once_is_not_looked_at_without_end() -> None:
     assert (poll_pause_s(0.0), poll_pause_s(0.2)) == (0.02, 0.2)
-    assert poll_pause_s(0.2, served=True) == 0.8
+    assert poll_pause_s(0.2, served=True) == 1.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.losses import cispo_loss, clipped_loss, gspo_loss, sapo_loss, sft_loss
 from areal_hpc.algorithms.preferences import bradley_terry_loss, dpo_loss
 from areal_hpc.algorithms.table import find
@@ -26,7 +28,7 @@ PAPERS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 1.0},
     "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05, "decoupled": False, "proximal": "behaviour"},
-    "m2po": {"m2_threshold": 0.04, "decoupled": False},
+    "m2po": {"m2_threshold": 0.04, "decoupled": True},
     "icepop": {"rejection_sampling.lower": 0.5, "rejection_sampling.upper": 5.0},
     "kpop": {"rejection_sampling.metric": Metric.BINARY_KL, "rejection_sampling.upper": 2.0},
     "reinforce_pp": {"adv_norm.mean": Level.BATCH, "adv_norm.std": Level.BATCH, "kl.place": "reward"},
@@ -86,6 +88,28 @@ def test_dapo_samples_until_groups_have_variance() -> None:
     keep = replace(changed.rollout.filter, zero_variance=False)
     with pytest.raises(ConfigError, match=r"rollout\.filter\.zero_variance: False disagrees"):
         resolve(replace(changed, rollout=replace(changed.rollout, filter=keep)))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not is_offline(AlgorithmConfig(name=name))])
+def test_groups_of_equal_rewards_are_left_out_only_where_nothing_follows_from_them(name: str) -> None:
+    """Two groups, the first with equal rewards: whether any of its advantages (less KL, before a critic) is not 0."""
+    resolved = resolve(config(name=name))
+    groups = np.array([0, 0, 1, 1])
+    inputs = AdvantageInputs(
+        rewards=np.array([1.0, 1.0, 0.0, 1.0]),
+        groups=groups,
+        generated=np.array([5, 5, 5, 5]),
+        truncated=np.zeros(4, dtype=np.bool_),
+        episodes=np.array([0, 1, 0, 1]),
+        max_new_tokens=512,
+    )
+    learned = bool(find(name).outcomes(inputs, resolved.algorithm)[groups == 0].any())
+    from_teacher = name == "distillation"
+    assert resolved.rollout.filter.zero_variance is not (learned or from_teacher)
+    kept = replace(resolved.rollout.filter, zero_variance=True)
+    if learned:  # whoever writes it has it, as DAPO's dynamic sampling for PPO
+        stated = replace(config(name=name), rollout=replace(resolved.rollout, filter=kept))
+        assert resolve(stated, {"rollout.filter.zero_variance"}).rollout.filter.zero_variance
 
 
 def test_recipes_name_keys_that_there_are_and_leave_alone_what_they_do_not_read() -> None:

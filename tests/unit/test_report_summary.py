@@ -86,14 +86,36 @@ def test_facts_are_those_of_numpy() -> None:
     expected = {
         "reward_first": statistics.fmean(column["reward_mean"][:10]),
         "reward_last": statistics.fmean(column["reward_mean"][-10:]),
-        "staleness_mean": statistics.fmean(column["staleness_mean"]),
         "staleness_max": max(column["staleness_max"]),
-        "logprob_gap_mean": statistics.fmean(column["logprob_gap"]),
         "tokens_trained": math.fsum(column["tokens_trained"]),
         "tokens_trained_per_s": math.fsum(column["tokens_trained"]) / seconds,
         "wait_share": math.fsum(column["seconds_wait"]) / seconds,
     }
     assert {key: facts[key] for key in expected} == pytest.approx(expected)
+
+
+def test_means_of_tokens_are_over_the_tokens_of_the_run() -> None:
+    """Of 1,000 tokens, 100 in a step of short answers: what is told of each token, and then the plain mean of all."""
+    rng = np.random.default_rng(0)
+    told: dict[str, list[float]] = {key: [] for key in ("staleness_mean", "logprob_gap", "kept_fraction", "clipped")}
+    records = []
+    for number, size in ((1, 100), (2, 900)):
+        kept = rng.random(size) < 0.2 * number
+        values = {
+            "staleness_mean": rng.integers(0, 3 * number, size).astype(float),
+            "logprob_gap": rng.random(size) / number,
+            "kept_fraction": kept.astype(float),
+            "clipped": (rng.random(size) < 0.4 / number)[kept].astype(float),  # only what is trained can be clipped
+        }
+        means = {key: float(of_tokens.mean()) for key, of_tokens in values.items()}
+        records.append(step(number, trainable_tokens=size, clip_fraction=means.pop("clipped"), **means))
+        for key, of_tokens in values.items():
+            told[key] += of_tokens.tolist()
+    nothing_trained = step(3, trainable_tokens=0, staleness_mean=None)
+    facts = summarise([*records, nothing_trained]).facts()
+    names = ("staleness_mean", "logprob_gap_mean", "kept_fraction_mean", "clip_fraction_mean")
+    expected = [statistics.fmean(of_tokens) for of_tokens in told.values()]
+    assert [facts[name] for name in names] == pytest.approx(expected)
 
 
 def test_E17_a_run_without_a_record_has_a_summary() -> None:

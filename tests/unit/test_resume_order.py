@@ -22,7 +22,7 @@ from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.prompts import Dataset, PromptStream
-from areal_hpc.training.loop import Pace, TrainingLoop
+from areal_hpc.training.loop import LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
@@ -91,7 +91,9 @@ class Run:
         loop = TrainingLoop(
             epoch=self.ring.epoch,
             step=step,
-            pace=Pace(total_steps=self.total, checkpoint_every=self.every, max_new_tokens=1, starve_s=9.0, seed=1),
+            settings=LoopSettings(
+                total_steps=self.total, checkpoint_every=self.every, max_new_tokens=1, starve_s=9.0, seed=1
+            ),
             algorithm=AlgorithmConfig(groups_per_step=self.batch, minibatches=self.minibatches),
             ranks=Ranks(),
             backend=self,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_hetjob import PRELUDE
 
-from areal_hpc.cluster.components import components_of, satellite_of, seats
+from areal_hpc.cluster.components import components_of, placements, satellite_of
 from areal_hpc.cluster.hetjob import job_of
 from areal_hpc.cluster.plan import plan_lines
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
@@ -75,10 +75,10 @@ def test_the_run_may_have_engines_of_its_own_and_a_component_of_workers() -> Non
     names = {one.name: one.roles for one in components_of(config_of("cluster.rollout.nodes=1"))}
     assert names == {"trainer": ("trainer", "evaluator", "generator", "part"), "rollout": ("rollout",)}
     config = config_of("generation.replicas=2", "cluster.all.gpus=4")
-    placed = seats(config, {"trainer": ["n1"]}, roles_of(config))
+    placed = placements(config, {"trainer": ["n1"]}, roles_of(config))
     assert [placed["generator", index].devices for index in range(2)] == [(1,), (2,)]
     with pytest.raises(ConfigError, match=r"5 GPUs are needed on n1, .*lower trainer\.ranks or generation\.replicas"):
-        seats(
+        placements(
             config_of("generation.replicas=4", "cluster.all.gpus=4"),
             {"trainer": ["n1"]},
             {"trainer": 1, "generator": 4},

@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc import waits
 from areal_hpc.liveness.picture import Seen, explain, hung_engines
-from areal_hpc.roles.wiring.serving import Meter, Told
+from areal_hpc.roles.wiring.serving import ActivityRelay, Meter
 from areal_hpc.waits import LEADER, Wait, achieved, open_waits
 
 QUIET_S = 12.5
@@ -22,7 +22,7 @@ ASKS = Seen(
 TRAINS = Seen(name=LEADER, waits=(Wait(what="groups", parties=("rollout-0",), seconds=10 * QUIET_S, limit_s=1800.0),))
 
 
-def heard(told: Told) -> Seen:
+def heard(told: ActivityRelay) -> Seen:
     """The engine as others hear of it, once its generator has looked at it."""
     before = {what: one.count for what, one in achieved().items()}
     asyncio.run(told.look())
@@ -61,7 +61,7 @@ def test_an_engine_in_another_process_gets_on_as_long_as_it_samples_loads_or_is_
     async def look() -> Mapping[str, Any]:
         return next(seen)
 
-    told = Told(look)
+    told = ActivityRelay(look)
     assert [bool(hung_engines([heard(told), ASKS, TRAINS], QUIET_S)) for _ in looks] == [hangs for _, hangs in looks]
     told._wait.close()
 
@@ -70,7 +70,7 @@ def test_what_the_run_records_of_it_is_its_load_alone() -> None:
     async def look() -> Mapping[str, Any]:
         return {"version": 1, "running": 1, "queued": 0, "tokens": 5, "held": False, "loading": None}
 
-    assert asyncio.run(Told(look).look()) == {"version": 1, "running": 1, "queued": 0, "tokens": 5}
+    assert asyncio.run(ActivityRelay(look).look()) == {"version": 1, "running": 1, "queued": 0, "tokens": 5}
 
 
 def test_a_pause_has_lasted_since_it_began_however_often_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_pause_has_lasted_since_it_began_however_often_it_was_looked_at(monkey
         held = next(paused)
         return {"running": int(not held), "queued": 3, "tokens": 0, "held": held}
 
-    told, lasted = Told(look), []
+    told, lasted = ActivityRelay(look), []
     asyncio.run(told.look())
     for _ in range(3):
         asyncio.run(told.look())
@@ -97,7 +97,7 @@ def test_one_that_begins_nothing_of_its_queue_is_named_and_not_who_brings_weight
     async def look() -> Mapping[str, Any]:
         return stuck
 
-    told = Told(look)
+    told = ActivityRelay(look)
     engine = heard(told)
     told._wait.close()
     late = replace(engine, waits=tuple(replace(wait, seconds=10 * QUIET_S) for wait in engine.waits))

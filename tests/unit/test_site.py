@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.components import components_of, divide, seats
+from areal_hpc.cluster.components import components_of, divide, placements
 from areal_hpc.cluster.hetjob import job_of, render
 from areal_hpc.cluster.site import array_problem, het_problem, partitions, require_startable, settings
 from areal_hpc.config.load import load
@@ -83,7 +83,7 @@ def test_on_one_node_the_default_is_refused_with_what_works_and_that_works(one_n
     require_startable(shared)
     (component,) = components_of(shared)
     assert component.roles == ("trainer", "evaluator", "generator", "part", "rollout")
-    placed = seats(shared, divide(shared, [("n1",)]), roles_of(shared))
+    placed = placements(shared, divide(shared, [("n1",)]), roles_of(shared))
     assert [placed[name, 0].devices for name in ("trainer", "generator", "rollout")] == [(0,), (1,), ()]
     text = render(job_of(shared, log="%j.log"), "true")
     assert ("--nodes=1\n" in text, "hetjob" in text) == (True, False)

@@ -25,7 +25,7 @@ from areal_hpc.generation.served.arrivals import Arrivals
 from areal_hpc.generation.sglang.staging import Staged
 from areal_hpc.pretrained.files import read_weights
 from areal_hpc.transfer import Reception
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.disk import DiskTransport
 
 ANSWERS = (
@@ -321,7 +321,9 @@ def test_changes_alone_are_read_from_a_directory_too_and_a_checkpoint_is_sglangs
 ) -> None:
     world = make(keeps=True)
     targets: Any = [Target(world)]
-    transport = DiskTransport(tmp_path / "weights", targets, epoch=1, timeout_s=20, baseline=Baseline(whole_every=8))
+    transport = DiskTransport(
+        tmp_path / "weights", targets, epoch=1, timeout_s=20, baseline=DeltaBaseline(whole_every=8)
+    )
     after = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     after["a"][3] = -1.0
     whole = asyncio.run(transport.publish(1, iter(WEIGHTS.items())))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from good_config import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from areal_hpc.config.algorithm import (
     ProximalMethod,
     RejectionConfig,
 )
+from areal_hpc.config.resolve import resolve
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "algorithms.json").read_text(encoding="utf-8"))
 Loss = Callable[[LossInputs, AlgorithmConfig], LossOutput]
@@ -242,6 +244,16 @@ def test_what_m2po_leaves_out_stays_in_the_divisor() -> None:
     assert gradient.tolist() == pytest.approx([0, 0, 0, -1.0, 0, 0, 0, 0])  # the third is beyond the clip
     assert output.per_token.sum().item() == pytest.approx(-1.2 - 1.0)
     assert finish(output.stats)["kept_fraction"] == pytest.approx(2 / 5)
+
+
+def test_m2po_weighs_what_it_keeps_by_its_ratio_to_the_policy_that_sampled() -> None:
+    """Its objective (arXiv:2510.01161) is the sum of M r A with r = current / behaviour: the gradient is -M r A."""
+    config = resolve(changed(algorithm__name="m2po")).algorithm
+    rows = [(-1.0, -1.0, -1.4, 2.0, 1, 0, 0.0), (-2.0, -2.0, -1.5, -1.0, 1, 0, 0.0), (-3.0, -3.0, -2.9, 1.0, 1, 0, 0.0)]
+    batch = replace(inputs(rows), reference=None, eligible=torch.tensor([True, True, False]))
+    output, gradient = run(clipped_loss, batch, config)
+    assert gradient.tolist() == pytest.approx([-2.0 * math.exp(0.4), math.exp(-0.5), 0.0])
+    assert finish(output.stats)["kept_fraction"] == pytest.approx(2 / 3)
 
 
 def test_the_critics_loss_agrees_with_recorded_numbers() -> None:

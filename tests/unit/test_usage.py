@@ -79,6 +79,18 @@ def test_hours_and_shares_by_hand(run: RunDir) -> None:
     assert "energy" not in rows
 
 
+def test_who_made_a_step_that_was_taken_back_was_not_idle(run: RunDir) -> None:
+    """The first attempt made step 2 as well: its tokens count once, its seconds were spent."""
+    values = {"step": 2, "seconds_step": 20.0, "seconds_wait": 5.0, "tokens_trained": 600}
+    record = Record(time=BEGAN + 60.0, role="trainer", index=0, epoch=1, kind="step", values=values)
+    with run.attempt(1).records("trainer", 0).open("ab") as file:
+        file.write(to_line(record))
+    _, facts = report(run, ask=False)
+    assert facts["outside_steps_share"] == pytest.approx(1 - 60 / 90)
+    assert facts["trainer_idle_share"] == pytest.approx(1 - 45 / 90)
+    assert facts["tokens_per_gpu_hour"] == pytest.approx(1200 / 0.2)
+
+
 def joined(run: RunDir, epoch: int, index: int, up_s: float, **holder: Any) -> None:
     """An engine that came from outside."""
     made = run.attempt(epoch)

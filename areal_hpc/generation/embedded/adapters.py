@@ -43,7 +43,7 @@ class Adapters(WeightSet):
         )
 
     def _fused(self, parts: Sequence[str]) -> LowRank | None:
-        """Of the parts of one fused matrix that have adapters, in its order."""
+        """The adapters of one fused matrix, in the order of its parts; None if none of these has any."""
         rank, scale = self._config.rank, self._config.scale
         shapes = {part: self._base.shapes[f"{part}.weight"] for part in parts}
         adapted = [part for part in parts if part in self._adapted]
@@ -69,10 +69,10 @@ class Adapters(WeightSet):
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Weight]], held: WeightSet | None = None) -> frozenset[str]:
-        """The same for adapters, which are of these weights and no others.
+        """As ``WeightSet.load``; also compares the weights that the adapters were trained on with this engine's.
 
         Raises:
-            WeightUpdateError: as there, or they are of others.
+            WeightUpdateError: as there, or they were trained on others.
         """
         loaded = super().load(weights, held)
         if BASE in loaded and int(self.by_name[BASE]) != self._base.fingerprint:

@@ -56,7 +56,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapters:
-    """Those of one decoder layer's matrices, by the names that these have in ``Layer``."""
+    """The adapters of one decoder layer, under the names that its matrices have in ``Layer``."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -76,11 +76,11 @@ class WeightSet(ABC):
     @property
     @abstractmethod
     def matrices(self) -> Parameters:
-        """The model's own weights, which a forward pass computes with,"""
+        """The model's own weights, which a forward pass computes with."""
 
     @abstractmethod
     def adapters(self, layer: int) -> LayerAdapters:
-        """and what it adds to them in a layer."""
+        """What a forward pass adds to those of a layer."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -94,7 +94,7 @@ class WeightSet(ABC):
         Returns the names of the loaded ones; ``missing`` says what a whole update still lacks.
 
         Args:
-            held: what deltas are against; where there are any.
+            held: the weights that deltas were made against; needed where there are any.
 
         Raises:
             WeightUpdateError: unknown name, wrong shape, a name twice, a delta against something else. Parameters
@@ -153,12 +153,12 @@ class Parameters(WeightSet):
         return self
 
     def adapters(self, layer: int) -> LayerAdapters:
-        """None."""
+        """None: weights that are updated themselves have no adapters."""
         return NO_ADAPTERS
 
     @cached_property
     def fingerprint(self) -> int:
-        """Of weights that stay as they are; see ``buckets.fingerprint``."""
+        """``buckets.fingerprint`` of the weights, which must not change any more."""
         return fingerprint_of(self.by_name.items())
 
     # -- storage

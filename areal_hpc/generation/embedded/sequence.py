@@ -40,7 +40,7 @@ class Sequence:
     """First prompt position whose log-prob is asked for; None is none."""
     num_top: int = 0
     priority: int = 0
-    """Of two that wait the one of the lower number runs first."""
+    """Of two waiting sequences the one with the lower number runs first."""
     listener: Callable[[int], None] | None = None
     """Called in the engine's thread with the number of tokens, while it has not finished."""
     tracker: IncrementalText | None = None

@@ -46,7 +46,7 @@ Arrived = Callable[[], Sequence[tuple[str, Weight]]]
 @dataclass(slots=True)
 class _Session(Session):
     loading: Future[None] | None = None
-    """Of the newest bucket."""
+    """The loading of the newest bucket."""
 
     def settle(self) -> None:
         """Wait until the newest bucket is loaded.

@@ -22,9 +22,9 @@ class Share:
 
     num_nodes: int
     node: int
-    """Its number; 0 is the one that answers requests."""
+    """Number of the node; node 0 answers requests."""
     address: str
-    """Where its ranks meet, "host:port", on node 0."""
+    """Where the server's ranks meet, "host:port", on node 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ServerSpec:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     share: Share | None = None
-    """None of a server that is whole on this node."""
+    """This node's share of the server; None where the server is whole on this node."""
     tells_experts: bool = False
     """It records which experts compute each token, for requests that ask."""
     seed: int = 0

@@ -43,11 +43,11 @@ class Arrivals:
     """What was held when the update began; changes are applied to it, so that it is worth nothing after a failure."""
     new: Tensors = field(default_factory=dict)
     merging: Merging | None = None
-    """Of a worker whose updates bring adapters alone."""
+    """Merges adapters into the model; None where updates bring the model's weights."""
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
 
     def begin(self, *, keeps: bool, adapters: Mapping[str, Any] | None = None) -> None:
-        """Nothing of an earlier update is still coming.
+        """Begin an update. Call it only when nothing of an earlier one is still coming.
 
         Args:
             keeps: whether what is loaded is kept, so that a later update may bring changes of it alone.
@@ -83,7 +83,7 @@ class Arrivals:
             yield name, self.base[name]
 
     def is_ready(self) -> bool:
-        """Whether all is there that does not come, or never will be."""
+        """Whether the frozen weights that adapters are merged into have been read, or cannot be; or there are none."""
         return self.merging is None or self.merging.is_ready()
 
     def lacks(self) -> str:

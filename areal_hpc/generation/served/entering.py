@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def entering(address: GroupAddress, rank: int, limit_s: float) -> Future[ProcessGroup]:
-    """Begin to enter, by the device of the thread that calls. The one that enters is of its own: an entry that nobody
-    wants any more must not be waited for.
+    """Begin to enter, on the device of the calling thread, in a thread of its own: an entry that nobody wants any more
+    must not be waited for.
 
     Args:
         limit_s: longest time of the entry, and then of each operation on the group.
@@ -31,8 +31,8 @@ def entering(address: GroupAddress, rank: int, limit_s: float) -> Future[Process
 
 
 def leave(entry: Future[ProcessGroup]) -> None:
-    """Be no member of the group, or of none that forms too late: else nobody would give up its connections, and its
-    memory on a device."""
+    """Leave the group now, or once it has formed after all: else nobody would give up its connections and its memory on
+    a device."""
     entry.add_done_callback(_leave_entered)
 
 

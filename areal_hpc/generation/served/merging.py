@@ -74,7 +74,7 @@ class Merging:
         return self._reading is not None and self._reading.done()
 
     def wait(self, limit_s: float) -> None:
-        """Until then, for as long at most."""
+        """Wait until ``is_ready``, for ``limit_s`` seconds at most."""
         if self._reading is not None:
             wait([self._reading], max(0.0, limit_s))
 

@@ -24,9 +24,9 @@ NEUTRAL = {
 NUMBERS = ("temperature", "top_p", "min_p")
 MAX_SAMPLES = 1024
 HOTTEST = 1e38
-"""What engines can keep, in float32."""
+"""Highest temperature that engines can keep, in float32."""
 LARGEST = 2**63 - 1
-"""Of integers that other programs can be told."""
+"""Largest integer that other programs can be told."""
 FLAGS = ("ignore_eos", "skip_special_tokens", "no_stop_trim")
 TEXTS = ("json_schema", "structural_tag")
 LISTS = {"stop": str, "stop_token_ids": int}

@@ -1,4 +1,4 @@
-"""What holds of weight groups and of updates in buckets on every engine that we serve; who holds it may hold more."""
+"""The rules of weight groups, and of updates in buckets, that every engine keeps which we serve ourselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Session:
     """One weight update between ``begin`` and ``end``."""
 
     names: set[str] = field(default_factory=set)
-    """Of what has come."""
+    """Names of the tensors that have come."""
     version: str | None = None
     """What the weights are to be called; None of an update that leaves the name as it is."""
     flush_cache: bool = False

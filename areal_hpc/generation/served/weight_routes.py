@@ -185,7 +185,7 @@ def _manner(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _specs_of(body: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    """Of a request. Raises DataError for fields of other types, WeightUpdateError as ``specs_from``."""
+    """The specs in a request. Raises DataError for fields of other types, WeightUpdateError as ``specs_from``."""
     texts = {name: list_field(body, name, lambda one: isinstance(one, str), "texts") for name in ("names", "dtypes")}
     shapes = list_field(body, "shapes", _is_shape, "shapes")
     numbers: dict[str, list[Any] | None] = {

@@ -14,7 +14,7 @@ from areal_hpc.generation.sglang.plugin import ORDER, PLATFORM, SELECTED_BY
 
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 ORDERED = ("fcfs", "lof")
-"""Its policies that go by requests' priorities first."""
+"""SGLang's scheduling policies that go by the priorities of requests first."""
 MEMORY_OF_NCCL = {"NCCL_CUMEM_ENABLE": "-2"}
 """How NCCL gets the memory that its ranks show each other: as it thinks best, which is what the trainer's does. SGLang
 has it otherwise unless it is told, and ranks of one node that differ cannot meet in a weight group: NCCL compares

@@ -51,7 +51,8 @@ async def load(server: ServerProcess) -> Mapping[str, Any]:
 
 
 def _standing(loads: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what ``/v1/loads`` answers: in a pause its loads are old, and what ran is back in the queue since."""
+    """Sequences running and queued, from the answer of ``/v1/loads``. In a pause its loads are old, and what ran then
+    is back in the queue."""
     ranks, now = loads["loads"], datetime.fromisoformat(loads["timestamp"]).timestamp()
     running, queued = (sum(rank[f"num_{of}_reqs"] for rank in ranks) for of in ("running", "waiting"))
     held = any(_is_paused(rank, now) for rank in ranks)
@@ -59,7 +60,7 @@ def _standing(loads: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_paused(rank: Mapping[str, Any], now: float) -> bool:
-    """As ``pauses.py`` says; of an SGLang without our code, by when it last published its load."""
+    """Whether a rank is paused: as ``pauses.py`` tells or, without our code in SGLang, since its last load is old."""
     told = rank["queues"]["paused"]
     return told if isinstance(told, bool) else now - rank["timestamp"] > OLD_S
 

@@ -33,7 +33,7 @@ from areal_hpc.generation.served.text import final_text
 LARGEST_SEED = 2**63
 """vLLM keeps seeds as signed integers of 64 bits."""
 END_S = 1.0
-"""Until vLLM's processes are killed."""
+"""How long vLLM's processes may take to end before they are killed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,7 +267,8 @@ def _grammar(params: SamplingParams, special: Mapping[str, int]) -> StructuredOu
 
 
 def _sampling(params: SamplingParams, num_top: int, special: Mapping[str, int]) -> VllmParams:
-    """The same under vLLM's names: the sampled token's log-prob comes with it, and outputs hold what is new."""
+    """The sampling parameters under vLLM's names. The sampled token's log-prob comes with it, and outputs hold what is
+    new."""
     return VllmParams(
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,

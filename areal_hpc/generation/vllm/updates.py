@@ -46,12 +46,13 @@ POLL_S = 0.01
 LOOK_S = 0.5
 """Between two looks at how far a load is."""
 LATE_LOADS = 3
+"""Loads in a row that may be late before vLLM ends for good, with advice."""
 GRACE_S = 1.0
-"""What a thread's own limit, which says more, is waited for besides."""
+"""By how much longer than a thread's own limit the thread is waited for: its own error says more than ours would."""
 
 T = TypeVar("T")
 HowFar = Callable[[], object]
-"""Something else whenever there is progress."""
+"""Returns another value whenever there has been progress."""
 
 
 class WeightUpdates:

@@ -57,7 +57,7 @@ class Receiver:
 
     @property
     def areal_entries(self) -> dict[str, Future[ProcessGroup]]:
-        """Of the groups that it is in, or enters."""
+        """The groups that this worker is in, or enters, by name."""
         entries: dict[str, Future[ProcessGroup]] = self.__dict__.setdefault("_areal_entries", {})
         return entries
 

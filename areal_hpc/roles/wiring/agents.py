@@ -34,8 +34,8 @@ from areal_hpc.rollout.episodes import derive_seed, sampling
 NOTE_EVERY_S = 0.5
 """Between two sessions of a run's own agent that are written down: enough to look at."""
 NOTE_SHARE = 0.02
-"""Most of this process's time that may go into that: spelling costs some 0.2 ms a token, in the loop that serves the
-agents, so a session of 10,000 tokens holds it up for two seconds."""
+"""Largest share of this process's time that may go into writing sessions down. Turning tokens into text costs some
+0.2 ms each, in the event loop that serves the agents: a session of 10,000 tokens holds it up for two seconds."""
 
 
 def has_agent(config: Config) -> bool:
@@ -87,8 +87,8 @@ async def make_workflow(process: RoleProcess, renderer: ChatRenderer, generator:
 
 
 def request_s(config: Config) -> float:
-    """Longest wait within an agent's request: the episode's own limit, whose clock stands still while satellites are in
-    the queue."""
+    """Longest wait within an agent's request: the episode's time limit, and the time in which that does not run since
+    satellites are in Slurm's queue."""
     return config.rollout.timeout_s + queue_s(config)
 
 
@@ -112,10 +112,10 @@ def opener(process: RoleProcess, sessions: Sessions, generator: Generator) -> Op
 
 
 class Notes:
-    """Writes sessions that have ended down, for the page.
+    """Writes down, for the page, sessions that have ended.
 
     Args:
-        every_s: of those that end faster, one in so many seconds is enough, and fewer where one is much work; 0 writes
+        every_s: at most one session in so many seconds is written, and fewer where one takes long to write; 0 writes
             all.
     """
 

@@ -18,6 +18,7 @@ from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.fs import wait_for
 from areal_hpc.generation.router import Router
 from areal_hpc.prompts import PromptStream, first_prompts, open_dataset
+from areal_hpc.protocols import Generator, Workflow
 from areal_hpc.roles.process import RoleProcess, StopRequested
 from areal_hpc.roles.wiring.agents import make_workflow
 from areal_hpc.roles.wiring.carried import agenda_of
@@ -134,22 +135,18 @@ async def make_rollout(process: RoleProcess) -> AsyncIterator[Runner | OnlineRun
                 yield online
             return
         async with make_workflow(process, renderer, generator) as workflow:
-            runner = Runner(
-                stream=stream,
-                writer=writer,
-                workflow=workflow,
-                generator=generator,
-                renderer=renderer,
-                score=pool.score,
-                config=config.rollout,
-                max_tokens=config.model.max_tokens,
-                record=process.recorder.record,
-                engines=lambda: engines_text(router),
-                seed=config.seed,
-                deterministic=config.deterministic,
+            episodes = _make_episodes(
+                process, workflow, generator, renderer, pool, rollout=config.rollout, deterministic=config.deterministic
             )
-            async with patiently(config, router, runner.postpone):
-                yield runner
+            async with patiently(config, router, episodes.postpone):
+                yield Runner(
+                    episodes=episodes,
+                    stream=stream,
+                    writer=writer,
+                    config=config.rollout,
+                    record=process.recorder.record,
+                    engines=lambda: engines_text(router),
+                )
     finally:
         recording.cancel()
         await asyncio.wait({recording})
@@ -207,16 +204,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     try:
         await pool.start()
         async with make_workflow(process, renderer, generator) as workflow:
-            episodes = EpisodeRunner(
-                workflow=workflow,
-                generator=generator,
-                renderer=renderer,
-                score=pool.score,
-                config=evaluation_rollout(config),
-                max_tokens=config.model.max_tokens,
-                record=process.recorder.record,
-                seed=config.seed,
-            )
+            episodes = _make_episodes(process, workflow, generator, renderer, pool, rollout=evaluation_rollout(config))
             async with patiently(config, router, episodes.postpone):
                 yield EvaluationParts(
                     prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
@@ -228,6 +216,29 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     finally:
         await pool.close()
         await router.close()
+
+
+def _make_episodes(
+    process: RoleProcess,
+    workflow: Workflow,
+    generator: Generator,
+    renderer: ChatRenderer,
+    pool: RewardPool,
+    *,
+    rollout: RolloutConfig,
+    deterministic: bool = False,
+) -> EpisodeRunner:
+    return EpisodeRunner(
+        workflow=workflow,
+        generator=generator,
+        renderer=renderer,
+        score=pool.score,
+        config=rollout,
+        max_tokens=process.config.model.max_tokens,
+        record=process.recorder.record,
+        seed=process.config.seed,
+        deterministic=deterministic,
+    )
 
 
 def evaluation_rollout(config: Config) -> RolloutConfig:

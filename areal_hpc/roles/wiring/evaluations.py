@@ -33,9 +33,9 @@ class Agenda:
     """What was owed at a step; at a fresh start nothing, and not even step 0 has been asked for."""
 
     through: int = -1
-    """Up to this step has been asked for what was to be, by the configuration of then."""
+    """Evaluations up to this step have been asked for, by the configuration of that time."""
     owed: tuple[int, ...] = ()
-    """Of those steps, ascending, the ones without a result and after the last that has one."""
+    """Those of them, ascending, that have no result and come after the last one that has."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
@@ -49,8 +49,8 @@ class Agenda:
         """What is owed at ``step``, from what was owed when this was written.
 
         Args:
-            finished: steps with a result that counts; of later steps than ``step`` they finish nothing, since a restart
-                from ``step`` takes them back.
+            finished: steps with a result that counts; those after ``step`` are ignored, since a restart from ``step``
+                takes them back.
         """
         if config.every_steps == 0:
             return Agenda(through=step)
@@ -61,8 +61,8 @@ class Agenda:
 
 
 def results(run: RunDir, epoch: int) -> dict[int, Mapping[str, Any]]:
-    """By step, for attempt ``epoch``, which has said how it begins. What a restart took back is not among them: those
-    weights are no longer this run's."""
+    """Results by step, for attempt ``epoch``, which has said how it begins. What a restart took back is not among them:
+    those weights are no longer this run's."""
     return dict(_results(run, epoch, run.evaluated_steps()))
 
 

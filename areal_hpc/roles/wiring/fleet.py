@@ -39,14 +39,15 @@ SLOW_S = 5.0
 LOOK_S = 1.0
 """How often the engines' endpoints are read at most."""
 TRIES = 4
-"""Updates in a row that may fail on one process of an engine: one more than vLLM needs to say how late it always is."""
+"""Updates in a row that may fail on one process of an engine before it is given up. A vLLM whose loads are always late
+ends by itself after three, with advice; giving it up sooner would hide that."""
 LIVES = 2
-"""Processes of an engine, one after the other, on which that may happen."""
+"""Processes of one engine, one after the other, that may be given up before the engine is left out."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 60.0
-"""Until an engine that failed is tried again: doubled each time that it fails."""
+"""Pauses until an engine that failed is tried again: doubled each time that it fails."""
 
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to its end."""
 
 
@@ -78,11 +79,11 @@ class Fleet:
     Args:
         look: who has joined and who has left.
         wait_s: longest time in which nobody takes new weights.
-        desert_s: longest time without any engine, where satellites are to bring them; None where only the run's own are
-            to be expected: ``wait_s`` is enough for them, and their launcher watches them.
-        in_the_queue: whether satellites may be in Slurm's queue: ``desert_s`` begins anew when none is any more.
+        desert_s: longest time without any engine, where satellites are to bring them; None where all engines are the
+            run's own, whose launcher watches them: ``wait_s`` is enough for those.
+        in_the_queue: whether satellites may be in Slurm's queue; while they are, ``desert_s`` does not run.
         min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
-        stopping: whether nobody needs them any more.
+        stopping: whether the run is to stop, so that nobody needs engines any more.
         record: takes ``("engine", values)`` whenever one is lost, given up, left out or back.
         give_up: takes an engine's name, the incarnation of its process, and why that is to end.
     """
@@ -92,7 +93,7 @@ class Fleet:
         engines: Sequence[Engine],
         transport: WeightTransport,
         *,
-        run: Run,
+        run: RunCoroutine,
         look: Look = nobody_comes_or_goes,
         wait_s: float,
         desert_s: float | None = None,

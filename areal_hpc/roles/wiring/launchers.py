@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from areal_hpc import accelerator
-from areal_hpc.cluster.components import components_of, divide, seats
+from areal_hpc.cluster.components import components_of, divide, placements
 from areal_hpc.cluster.containers import python_on_nodes
 from areal_hpc.cluster.devices import engine_devices, require_devices_of_their_own, visible_devices
 from areal_hpc.cluster.environment import allocation
@@ -36,11 +36,11 @@ def make_launcher(config: Config, run: RunDir, epoch: int, roles: Mapping[str, i
         return LocalLauncher.of(config, run, epoch, own_variables=_bound_engines(config, roles))
     job = allocation(os.environ)
     nodes = divide(config, job.components)
-    placed = seats(config, nodes, roles)
+    placed = placements(config, nodes, roles)
     gpus = {component.name: component.gpus for component in components_of(config)}
     devices = Counter[str]()
-    for (role, _), seat in placed.items():
-        devices["generator" if role == "part" else role] += len(seat.devices)
+    for (role, _), place in placed.items():
+        devices["generator" if role == "part" else role] += len(place.devices)
     record = {"job_id": job.job_id, "restarts": job.restarts, "after": job.after, "nodes": nodes, "gpus": gpus}
     publish_json(run.attempt(epoch).job, {**record, "devices": devices, "time": time.time()})
     agent = [python_on_nodes(config.cluster), "-m", "areal_hpc.cluster.agent", str(run.root), str(epoch)]

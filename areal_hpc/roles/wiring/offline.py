@@ -37,7 +37,7 @@ from areal_hpc.prompts import (
 from areal_hpc.protocols import TrainerBackend
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.evaluations import is_asked_for
-from areal_hpc.roles.wiring.fleet import NoEngines, Run
+from areal_hpc.roles.wiring.fleet import NoEngines, RunCoroutine
 from areal_hpc.roles.wiring.training import TrainerSide
 from areal_hpc.training.batching import pack
 from areal_hpc.training.credit import assess
@@ -62,7 +62,7 @@ def answers_at(config: Config) -> Callable[[int], TrajectoryGroup]:
     return lambda position: make(stream.at(position))
 
 
-def make_offline_side(process: RoleProcess, parent: Checkpoint | None, _: Run) -> TrainerSide:
+def make_offline_side(process: RoleProcess, parent: Checkpoint | None, _: RunCoroutine) -> TrainerSide:
     """What rank 0 has, where the data set is what it was."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)

@@ -40,7 +40,7 @@ def standing_key(path: Path) -> str:
 
 
 def rewards_so_far(run: RunDir) -> list[float]:
-    """Of the episodes without a group that were handed to the trainer, as far as they are written down."""
+    """Rewards of the episodes without a group that were handed to the trainer, as far as they are written down."""
     chronicle = Chronicle(run.sessions)
     chronicle.poll()
     alone = (one for one in chronicle.summaries() if one["outcome"] == "sealed" and not one["group"])

@@ -15,14 +15,14 @@ from areal_hpc.errors import DataError
 from areal_hpc.journal import Journal
 from areal_hpc.pretrained.architecture import read_architecture
 from areal_hpc.roles.process import RoleProcess
-from areal_hpc.roles.wiring.fleet import NoEngines, Run
+from areal_hpc.roles.wiring.fleet import NoEngines, RunCoroutine
 from areal_hpc.roles.wiring.training import TrainerSide
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
 
 
-def make_replay_side(process: RoleProcess, parent: checkpoint.Checkpoint | None, _: Run) -> TrainerSide:
+def make_replay_side(process: RoleProcess, parent: checkpoint.Checkpoint | None, _: RunCoroutine) -> TrainerSide:
     """What rank 0 has; ``parent`` is the replay's own checkpoint, where it is resumed."""
 
     def begin(version: WeightVersion, carried: Mapping[str, Any]) -> None:
@@ -77,7 +77,8 @@ def last_step(config: Config) -> int:
 
 
 def check_replay(config: Config) -> None:
-    """
+    """Check that everything that the replay will read is there.
+
     Raises:
         RunDirError, CheckpointError, DataError: the other run, its checkpoint or one of the steps is not there, or
             another mixture sampled it.

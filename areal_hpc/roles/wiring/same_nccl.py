@@ -32,13 +32,14 @@ def told_nccl(output: str) -> str:
 
 
 def check_same_nccl(config: Config, interpreter: str, theirs: str) -> None:
-    """
+    """Check that trainer and engines have the same version of NCCL, where weights are to be broadcast.
+
     Args:
         interpreter: of the engines.
         theirs: the version in its environment; empty where it is not known.
 
     Raises:
-        ConfigError: this environment has another one, and weights are to be broadcast.
+        ConfigError: they have not; names both versions.
     """
     broadcast = config.weights.transport is TransportName.BROADCAST and not config.evaluation.checkpoint
     if not (broadcast and theirs) or interpreter == sys.executable:

@@ -117,10 +117,13 @@ class Meter:
         return {**seen, "tokens_per_s": rate}
 
 
-class Told:
-    """What an engine in another process achieves and waits for, said as this one's own: it has no heartbeat to say it
-    in, and would be taken for one that hangs as soon as somebody waits long for an answer. One that begins nothing of
-    what it has queued waits for nobody in the run, and is taken for one that hangs."""
+class ActivityRelay:
+    """Publishes what an engine's server achieves and waits for as if this process did.
+
+    The server has no heartbeat of its own, so without this the watchdog would take it for hung as soon as somebody
+    waits long for an answer. One that begins nothing of what it has queued does hang: its wait has no party in the run,
+    by which the watchdog tells.
+    """
 
     def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         self._look = look
@@ -129,7 +132,7 @@ class Told:
         self._wait = ExitStack()
 
     async def look(self) -> Mapping[str, Any]:
-        """What it answers of its load."""
+        """The engine's load, asked now."""
         seen = dict(await self._look())
         loading, held = seen.pop("loading", None), bool(seen.pop("held"))
         if seen["tokens"] > self._sampled:
@@ -163,4 +166,4 @@ async def _external(process: RoleProcess) -> AsyncIterator[ServedEngine]:
         async def death() -> ArealError:
             return GenerationError(over.result()) if over.done() else await server.death()
 
-        yield ServedEngine(url=server.url, alive=alive, load=Meter(Told(load).look).load, death=death)
+        yield ServedEngine(url=server.url, alive=alive, load=Meter(ActivityRelay(load).look).load, death=death)

@@ -41,13 +41,13 @@ from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTrans
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.roles.wiring.engines import Roster
-from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, Run, nobody_comes_or_goes
+from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, RunCoroutine, nobody_comes_or_goes
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.transfer import GroupAddress
 from areal_hpc.types import WeightVersion
 from areal_hpc.waits import waiting
-from areal_hpc.weights.baseline import Baseline
+from areal_hpc.weights.baseline import DeltaBaseline
 from areal_hpc.weights.broadcast import BroadcastTransport
 from areal_hpc.weights.disk import DiskTransport
 
@@ -162,7 +162,7 @@ class TrainerSide:
     """The reader of a ring that workers write; None elsewhere."""
 
 
-def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: Run) -> TrainerSide:
+def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunCoroutine) -> TrainerSide:
     """Rank 0's ring and transport; the ring has read what earlier attempts left."""
     config = process.config
     identity = stream_identity(open_dataset(config.prompts, "train", config.seed), config.prompts, config.seed)
@@ -223,7 +223,7 @@ def _make_archiver(process: RoleProcess) -> Archiver | None:
 
 def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> WeightTransport:
     config = process.config
-    baseline = Baseline(config.weights.whole_every) if config.weights.delta else None
+    baseline = DeltaBaseline(config.weights.whole_every) if config.weights.delta else None
     stands_for = _frozen_bytes(config)
     if config.weights.transport is TransportName.DISK:
         return DiskTransport(

@@ -32,7 +32,7 @@ MEGATRON_LAYERS = {
     "mlp.linear_fc1": "gate_proj",
     "mlp.linear_fc2": "down_proj",
 }
-"""By one of the model's own that it stands for: they are adapted together or not at all."""
+"""Each of Megatron's layers with one of the model's own that it stands for: all of those are adapted, or none."""
 
 
 class SplitAdapters:
@@ -69,7 +69,8 @@ class SplitAdapters:
         layer.register_forward_hook(self._before_split)
 
     def _add(self, layer: Any, name: str, shape: tuple[int, int], *, split: int | None) -> None:
-        """
+        """Give the layer one of its adapter's two matrices, of ``shape`` [outputs, inputs].
+
         Args:
             split: the dimension that tensor-parallel ranks share; None where each has the whole.
         """

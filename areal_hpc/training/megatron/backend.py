@@ -118,7 +118,7 @@ class MegatronBackend:
         )
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that adapters stand on; collective, as ``weights``."""
+        """The frozen weights under the adapters; collective, as ``weights``."""
         assert isinstance(self._model, AdaptedModel)
         return self._model.base.whole(lambda parameter: parameter.detach(), self._dtype)
 
@@ -145,7 +145,7 @@ class MegatronBackend:
 
     @property
     def kl_coef(self) -> float:
-        """Of the next step."""
+        """The KL coefficient of the next step."""
         return self._progress.kl_coef
 
     # Forward

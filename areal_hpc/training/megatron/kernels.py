@@ -30,13 +30,14 @@ LOWER_RIGHT = 3
 
 
 def kernel_of(attention: Attention, *, scale: float, **given: Any) -> Kernel:
-    """
+    """The kernel that ``trainer.attention`` names, for one layer.
+
     Args:
-        scale: of scores.
+        scale: what attention scores are multiplied by.
         given: what Megatron tells the attention of a layer.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: its package is not installed.
     """
     if attention is Attention.FLASH:
         attend = optional("flash_attn", extra="flash", what="trainer.attention=flash").flash_attn_varlen_func

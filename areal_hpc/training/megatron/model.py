@@ -32,9 +32,10 @@ RECOMPUTED: Mapping[Recompute, Mapping[str, Any]] = {
     Recompute.ATTENTION: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     Recompute.LAYERS: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""In Megatron's words."""
+"""Recomputation in Megatron's words."""
 FP8: Mapping[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-"""The same. Scales are of the tensors at hand: nothing is remembered of steps before, so no checkpoint need hold it."""
+"""FP8 in Megatron's words. Scales follow from the tensors at hand: nothing is remembered of earlier steps, so no
+checkpoint need hold it."""
 
 
 class RMSNorm(torch.nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.routing import Record, no_expert
+from areal_hpc.routing import ExpertRecord, no_expert
 from areal_hpc.types import Batch
 
 IntArray = NDArray[np.int64]
@@ -31,7 +31,7 @@ class Packed:
     slots: IntArray  # [N], where they stand in the micro-batch
     token_rows: IntArray  # [M], places in token_ids of the tokens that are no padding
     token_slots: IntArray  # [M], where they stand in the micro-batch
-    experts: Record | None = None  # [P / C, L, K], of this rank's tokens; of padding there are none
+    experts: ExpertRecord | None = None  # [P / C, L, K], of this rank's tokens; of padding there are none
 
 
 def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1, multiple: int = 1) -> Packed:
@@ -68,8 +68,8 @@ def pack_for_rank(batch: Batch, *, context_rank: int = 0, context_size: int = 1,
     )
 
 
-def _spread(experts: Record, place: IntArray, num_places: int) -> Record:
-    """Those of each token [T, L, K] at its place; none elsewhere."""
+def _spread(experts: ExpertRecord, place: IntArray, num_places: int) -> ExpertRecord:
+    """The experts of each token [T, L, K] at its place; no expert elsewhere."""
     spread = np.full((num_places, *experts.shape[1:]), no_expert(experts.dtype), dtype=experts.dtype)
     spread[place] = experts
     return spread

@@ -24,7 +24,8 @@ from areal_hpc.training.ranks import Ranks
 ALONE_S = 1800.0
 """Time limit of collectives of a trainer of one rank, which has nobody to wait for."""
 RANDOM_SEED = 1
-"""Of random states that Megatron's layers switch between where they share sequences; with dropout off nobody draws."""
+"""Seed of the random states that Megatron's layers switch between where they share sequences; with dropout off nobody
+draws."""
 
 
 def enter_groups(ranks: Ranks, parallel: ParallelConfig) -> None:
@@ -87,7 +88,7 @@ class Place:
         self.context: Any = parallel_state.get_context_parallel_group()
         data = parallel_state.get_data_parallel_group()
         self.data = Ranks(data if data.size() > 1 else None, ranks.device)
-        """Those that hold the same part of the model and other sequences."""
+        """The ranks that hold the same part of the model and other sequences."""
 
     @property
     def is_last_stage(self) -> bool:

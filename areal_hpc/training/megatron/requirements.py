@@ -17,9 +17,9 @@ from areal_hpc.pretrained.architecture import Architecture, read_architecture
 OLDEST, TOO_NEW = (0, 16, 1), (0, 20, 0)
 """Versions of megatron-core whose insides are those that ``compat`` and ``optimizer`` reach into."""
 WANTS_TRITON = (0, 18, 0)
-"""From which version on it cannot be imported without triton, which torch brings for CUDA only."""
+"""The first megatron-core that cannot be imported without triton, which torch brings for CUDA only."""
 FP8_MULTIPLE = 16
-"""Of which every side of a matrix product in FP8 is a multiple."""
+"""Every side of a matrix product in FP8 is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

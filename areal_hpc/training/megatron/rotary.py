@@ -20,10 +20,11 @@ Turns = tuple[Tensor, Tensor]
 
 
 def turns_of(frequencies: Tensor, amplitude: float, positions: Tensor, dtype: torch.dtype) -> Turns:
-    """
+    """The cosines and sines that ``rotate`` needs for these tokens.
+
     Args:
         frequencies: float32 [D / 2].
-        amplitude: of the waves; see ``pretrained.rope``.
+        amplitude: what both are multiplied by; see ``pretrained.rope``.
         positions: int64 [T], of each token in its sequence.
     """
     phases = torch.outer(positions.to(torch.float32), frequencies)[:, None]

@@ -98,7 +98,8 @@ class Passes:
         return on_host
 
     def _num_passes(self, num_parts: int) -> int:
-        """As many as the data-parallel rank with the most parts needs; interleaved stages want whole rounds."""
+        """How many micro-batches every rank runs: as many as the data-parallel rank with the most parts needs, in whole
+        rounds where stages are interleaved."""
         most: int = max(1, *self._place.data.gather(num_parts))
         stages = self._parallel.pipeline if self._parallel.virtual_pipeline > 1 else 1
         return -(-most // stages) * stages

@@ -125,7 +125,8 @@ def _read_moment(files: TensorFiles, moment: str, name: str) -> Tensor:
 
 
 def require_same(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """
+    """Check that the checkpoint ``path`` has the model's tensors, by name and shape.
+
     Raises:
         CheckpointError: names or shapes differ.
     """

@@ -114,7 +114,7 @@ class Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all whole tensors of the model, by name."""
+        """The shape of every whole tensor of the model, by name."""
         return {
             name: shape for names, home in self._homes.items() for name, shape in zip(names, home.shapes, strict=True)
         }
@@ -129,7 +129,7 @@ class Weights:
             yield parameter, slices(weight, whole, self._architecture, group.size(), group.rank())
 
     def kept(self) -> Iterator[tuple[Parameter, list[Slice]]]:
-        """Those of ``held`` that this rank's data-parallel group is to save: of what several have, one has it here."""
+        """What this rank's data-parallel group is to save of ``held``: what several groups hold, one of them saves."""
         elsewhere = set(self._copies)
         if self._place.tensor.rank() > 0:
             elsewhere |= {parameter for weight, parameter in self._local.values() if weight.split.is_whole()}
@@ -179,7 +179,7 @@ class Weights:
 
 
 def _send(tensors: Sequence[Tensor], group: Any, source: int) -> None:
-    """From the group's rank ``source`` into the ``tensors`` of the others."""
+    """Broadcast the ``tensors`` of the group's rank ``source`` into those of the others."""
     if group.size() > 1:
         with meeting("a weight of another stage or expert rank", group):
             for tensor in tensors:
