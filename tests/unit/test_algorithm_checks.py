@@ -72,9 +72,7 @@ GOOD |= {
     "dapo whole": AlgorithmConfig(name="dapo", clip_high=0.28, overlong=OverlongConfig(tokens=128)),
     "plain ppo on old data": AlgorithmConfig(decoupled=False, proximal=ProximalMethod.BEHAVIOUR),
     "m2po on old data": AlgorithmConfig(name="m2po", m2_threshold=0.04),
-    "a loss of one's own may read anything": AlgorithmConfig(
-        loss="a:b", sapo_tau_negative=2.0, m2_threshold=0.1
-    ),
+    "a loss of one's own may read anything": AlgorithmConfig(loss="a:b", sapo_tau_negative=2.0, m2_threshold=0.1),
 }
 BAD_ALGORITHM |= {
     "algorithm.sapo_tau_positive": AlgorithmConfig(sapo_tau_positive=2.0),
