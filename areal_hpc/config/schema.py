@@ -119,8 +119,8 @@ class SamplingConfig:
     """Sampling temperature; the trainer computes log-probs at the same one."""
     top_p: float = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this; 1.0 is off. Behaviour log-probs are then
-    of what is left, as with `top_k` and `min_p`, and the trainer's of all tokens: a token's ratio proximal / behaviour is
-    lower by the share that was cut off."""
+    of what is left, as with `top_k` and `min_p`, and the trainer's of all tokens: a token's ratio proximal / behaviour
+    is lower by the share that was cut off."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 is off."""
     min_p: float = 0.0
@@ -134,8 +134,8 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
     zero_variance: bool = True
-    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages. Under others it
-    does, and what is left is a biased sample: with `ppo` and `reinforce_pp` this is false unless it is written."""
+    """Refuse a group whose rewards are all equal: it carries no gradient under group-relative advantages. Under others
+    it does, and what is left is a biased sample: with `ppo` and `reinforce_pp` this is false unless it is written."""
     max_overlong_fraction: float = 1.0
     """Refuse a group in which more than this share of answers was cut by length; 1.0 is off."""
     min_group_size: int = 2

@@ -38,7 +38,7 @@ def loss_divisors(
     minibatches: Sequence[Batch], totals: Sequence[int], algorithm: AlgorithmConfig, ranks: Ranks
 ) -> list[int]:
     """What the sum of each minibatch's losses is divided by: its trainable tokens, on all ranks; or a constant for each
-    trajectory, so that a token does not weigh less in a step of long answers (Dr. GRPO, arXiv:2503.20783); or its pairs.
+    trajectory, so that a token weighs no less in a step of long answers (Dr. GRPO, arXiv:2503.20783); or its pairs.
     """
     if find(algorithm.name).pair_loss is not None:
         return sums([batch.num_sequences // 2 for batch in minibatches], ranks)

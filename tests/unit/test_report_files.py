@@ -42,8 +42,8 @@ def step(number: int) -> tuple[str, dict[str, Any]]:
     values = {
         "step": number, "version": number, "reward_mean": number / 8, "staleness_mean": 0.5, "staleness_max": 1,
         "logprob_gap": 0.01, "kept_fraction": 0.98, "clip_fraction": 0.02, "tokens_trained": 1500,
-        "trainable_tokens": 1000.0, "tokens_generated": 1000, "train_tokens_per_s": 700.0, "ring_fill": 0.75, "seconds_step": 10.0,
-        "seconds_train": 6.0, "seconds_wait": 3.0, "seconds_publish": 1.0, "seconds_paused": 0.5,
+        "trainable_tokens": 1000.0, "tokens_generated": 1000, "train_tokens_per_s": 700.0, "ring_fill": 0.75,
+        "seconds_step": 10.0, "seconds_train": 6.0, "seconds_wait": 3.0, "seconds_publish": 1.0, "seconds_paused": 0.5,
         "ring_dropped_filtered": 9, "ring_dropped_failed": 0, "ring_dropped_stale": number // 3,
         "ring_dropped_newer": 4, "ring_dropped_corrupt": 0,
     }  # fmt: skip
