@@ -65,6 +65,19 @@ class _Kind:
         return f"make one with examples/{self.environment} DIR and set generation.python=DIR/bin/python"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The versions in an engine's environment, and what our package is there for."""
+
+    version: str
+    nccl: str
+    """Empty where it is not known."""
+    serves: bool
+    """Without, vLLM cannot be started, nor SGLang on a CPU."""
+    takes_parts: bool
+    """Without, SGLang cannot be sent changes or adapters without the rest of the model. vLLM tells no difference."""
+
+
 KINDS: Mapping[EngineName, _Kind] = {
     EngineName.SGLANG: _Kind(name="SGLang", finds=FINDS_SGLANG, environment="sglang_environment"),
     EngineName.VLLM: _Kind(name="vLLM", finds=FINDS_VLLM, environment="vllm_environment"),
@@ -159,35 +172,46 @@ def check_server(config: Config) -> None:
     if kind is None:
         return
     interpreter = _interpreter(config)
-    version, nccl, *ours = _found(kind, interpreter)
-    lacks = []
-    if config.generation.backend is EngineName.VLLM:
-        lacks = [] if ours[0] else ["serve here"]
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VLLM:
-            oldest = ".".join(map(str, OLDEST_VLLM))
-            raise ConfigError(
-                f"generation.python: vLLM {version} of {interpreter} is older than {oldest}, whose answers are the "
-                f"first to say what was sampled by which weights; {kind.how_to_install}"
-            )
-    else:
-        here = config.cluster.shape is Shape.LOCAL  # elsewhere other nodes, with other devices, run the engines
-        if here and accelerator.detect() is accelerator.CPU and not ours[0]:
-            lacks.append("run on a CPU")
-        if config.weights.delta and not ours[1]:
-            lacks.append("take changes alone (weights.delta)")
-        if config.model.lora.rank and not takes_whole(config) and not ours[1]:
-            lacks.append("take adapters alone (model.lora)")
-    if lacks:
+    found = _found(kind, interpreter)
+    is_vllm = config.generation.backend is EngineName.VLLM
+    if is_vllm and tuple(int(part) for part in found.version.split(".")[:2]) < OLDEST_VLLM:
+        oldest = ".".join(map(str, OLDEST_VLLM))
         raise ConfigError(
-            f"generation.python: {kind.name} {version} of {interpreter} cannot {' or '.join(lacks)} without this "
+            f"generation.python: vLLM {found.version} of {interpreter} is older than {oldest}, whose answers are the "
+            f"first to say what was sampled by which weights; {kind.how_to_install}"
+        )
+    if lacks := _vllm_lacks(found) if is_vllm else _sglang_lacks(config, found):
+        raise ConfigError(
+            f"generation.python: {kind.name} {found.version} of {interpreter} cannot {' or '.join(lacks)} without this "
             f"package and google-crc32c beside it; {kind.how_to_install}"
         )
-    check_same_nccl(config, interpreter, nccl)
+    check_same_nccl(config, interpreter, found.nccl)
 
 
-def _found(kind: _Kind, interpreter: str) -> tuple[Any, ...]:
-    """The versions of the engine and of NCCL in that environment, and whether what is ours is there, for each thing
-    that needs it."""
+def _vllm_lacks(found: _Found) -> list[str]:
+    """What a vLLM cannot do, since our package is not beside it."""
+    return [] if found.serves else ["serve here"]
+
+
+def _sglang_lacks(config: Config, found: _Found) -> list[str]:
+    """What an SGLang cannot do that the run needs, since our package is not beside it."""
+    here = config.cluster.shape is Shape.LOCAL  # elsewhere other nodes, with other devices, run the engines
+    lacks = []
+    if here and accelerator.detect() is accelerator.CPU and not found.serves:
+        lacks.append("run on a CPU")
+    if config.weights.delta and not found.takes_parts:
+        lacks.append("take changes alone (weights.delta)")
+    if config.model.lora.rank and not takes_whole(config) and not found.takes_parts:
+        lacks.append("take adapters alone (model.lora)")
+    return lacks
+
+
+def _found(kind: _Kind, interpreter: str) -> _Found:
+    """What ``interpreter`` says of its environment.
+
+    Raises:
+        ConfigError: it does not run, does not answer, or has no such engine.
+    """
     try:
         found = subprocess.run(  # noqa: S603  the interpreter that the person named
             [interpreter, "-c", kind.finds + TELLS_NCCL],
@@ -207,4 +231,5 @@ def _found(kind: _Kind, interpreter: str) -> tuple[Any, ...]:
         last = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"generation.python: {interpreter} has no {kind.name} ({last}); {kind.how_to_install}")
     version, *ours = found.stdout.partition("NCCL")[0].split()
-    return version, told_nccl(found.stdout), *(one == "True" for one in ours)
+    serves, takes_parts = ours[0] == "True", ours[-1] == "True"
+    return _Found(version=version, nccl=told_nccl(found.stdout), serves=serves, takes_parts=takes_parts)
