@@ -158,7 +158,7 @@ def _sealed_without_dedupe(self: ledger.Ledger, ref: Any, newest: Any) -> None:
         self.consumed, self._held = consumed, set(self._held)
 
 
-def _publish_in_place(path: Path, data: bytes) -> None:
+def _publish_in_place(path: Path, data: bytes, *, durable: bool = True) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.write(fd, data)
     os.fsync(fd)
@@ -166,7 +166,7 @@ def _publish_in_place(path: Path, data: bytes) -> None:
     fs.fsync_directory(path.parent)
 
 
-def _write_undurably(fd: int, path: Path, data: bytes) -> None:
+def _write_undurably(fd: int, path: Path, data: bytes, *, durable: bool = True) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(data)
 
@@ -192,7 +192,7 @@ NO_DATA_SYNC = _replaced((ChainWriter, "_write_batch", _write_batch_without_sync
 NO_CHAIN_SYNC = _replaced((ChainWriter, "_put", _put_without_sync))
 NO_COMMIT = _replaced((ChainReader, "poll", _poll_trusting_every_record))
 NO_DIRECTORY_SYNC = _replaced(*((module, "fsync_directory", _nothing) for module in (fs, chain, commit, files)))
-NO_FILE_SYNC_BEFORE_RENAME = _replaced((fs, "_write_durably", _write_undurably))
+NO_FILE_SYNC_BEFORE_RENAME = _replaced((fs, "_write", _write_undurably))
 PUBLISH_IN_PLACE = _replaced((fs, "publish", _publish_in_place))
 CHECKPOINT_IN_PLACE = _replaced((checkpoint, "write", _write_in_place))
 FENCE_BEFORE_THE_WRITE = _replaced((checkpoint, "write", _write_with_the_fence_first))
