@@ -182,7 +182,7 @@ class BufferConfig:
     less than one step needs, the run ends and says how much would do."""
     commit_s: float = 0.2
     """Longest time a finished group waits in memory before it is made durable, in seconds. Trainer and workers look for
-    each other's news at most once in that time, or in 4 times that on a file system with a server, as NFS or Lustre."""
+    each other's news at most once in that time, or in 5 times that on a file system with a server, as NFS or Lustre."""
     min_free_mb: float = 256.0
     """Free space below which no new prompt is begun, in MiB. It leaves room for what is in flight, and for a checkpoint
     that is made early then, since the ring may delete more after it; 0 is off."""
