@@ -93,11 +93,14 @@ def read_heartbeat(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
     return read_heartbeats(attempt, [name])[name]
 
 
-def read_heartbeats(attempt: AttemptDir, names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
-    """The same of many processes, which a run of hundreds lists once and not once for each."""
-    listed = set(names_in(attempt.heartbeats))
-    paths = {name: attempt.heartbeats / f"{name}.json" for name in names}
-    return {name: read_replaced(path) if path.name in listed else None for name, path in paths.items()}
+def read_heartbeats(attempt: AttemptDir, names: Iterable[str] | None = None) -> dict[str, dict[str, Any] | None]:
+    """The newest heartbeats of many processes, or of all that have left one, which are listed once and not once for
+    each: a run has hundreds."""
+    listed = {match[1] for file_name in names_in(attempt.heartbeats) if (match := HEARTBEAT_NAME.fullmatch(file_name))}
+    return {
+        name: read_replaced(attempt.heartbeats / f"{name}.json") if name in listed else None
+        for name in (sorted(listed) if names is None else names)
+    }
 
 
 class Pulse:
@@ -135,9 +138,7 @@ def watch_pulses(
     began = clock()
     pulses: dict[str, Pulse] = {}
     while True:
-        files = sorted(names_in(attempt.heartbeats))
-        names = [match[1] for file_name in files if (match := HEARTBEAT_NAME.fullmatch(file_name))]
-        for name, beat in read_heartbeats(attempt, names).items():
+        for name, beat in read_heartbeats(attempt).items():
             pulses.setdefault(name, Pulse(clock)).see(beat)
         if all(pulse.moved or pulse.ended for pulse in pulses.values()) or clock() - began >= limit_s:
             break
