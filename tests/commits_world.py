@@ -108,6 +108,11 @@ class World:
         self.commits = Commits(process=process, ranks=ranks, backend=self.backend, side=side)  # type: ignore[arg-type]
         self.process = process
 
+    def close(self) -> None:
+        """Let the disk write what waits for it, and end."""
+        self.backend.disk.set()
+        self.commits.close()
+
     def train(self, step: int) -> None:
         """What the loop does up to the edge of ``step``: two prompts are consumed by it."""
         self.backend.weight = step

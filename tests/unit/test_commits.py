@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +26,8 @@ from areal_hpc.training.ranks import Ranks
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "run")
-    yield made
-    made.backend.disk.set()
-    made.commits.close()
+    with closing(World(tmp_path / "run")) as made:
+        yield made
 
 
 def test_training_goes_on_while_the_disk_is_slow_and_the_checkpoint_holds_what_was(world: World) -> None:

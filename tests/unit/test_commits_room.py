@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,8 @@ from areal_hpc.training.ranks import Ranks
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "run")
-    yield made
-    made.backend.disk.set()
-    made.commits.close()
+    with closing(World(tmp_path / "run")) as made:
+        yield made
 
 
 @pytest.fixture
