@@ -43,6 +43,9 @@ BUFFER_BYTES = 2 * COMMIT_BYTES
 NUM_SPARE = 2
 """Buffers kept for the batches to come, while others are filled and written: the page faults of fresh memory cost more
 than all else in a commit."""
+WRITE_BYTES = 1 << 20
+"""At most so many in a call. A larger one may get pages of 2 MiB, and a virtual machine whose host takes these back
+as soon as they are free gets each of their 512 parts by a fault, which takes ten times as long as to write it."""
 OWED_BYTES = len(frame(RecordType.COMMIT, 0, 0, {}))
 """Room at the start of a buffer, for the COMMIT of the batch before."""
 STOP_S = 60.0
@@ -264,7 +267,8 @@ class ChainWriter:
         written = 0
         with waiting(f"writing {self.directory}", FILE_SYSTEM, limit_s=None), naming(self._path()):
             while written < len(data):
-                written += os.pwrite(self._file.fd, memoryview(data)[written:], self._file.offset + written)
+                part = memoryview(data)[written : written + WRITE_BYTES]
+                written += os.pwrite(self._file.fd, part, self._file.offset + written)
             os.fdatasync(self._file.fd)
         self._file.offset += len(data)
 

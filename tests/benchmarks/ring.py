@@ -1,6 +1,6 @@
 """How much of a raw file's speed the ring keeps, and what other ways of carrying groups do in the same run.
 
-    python tests/benchmarks/ring.py [--count 2000] [--repeats 3] [--small 1000000]
+    python tests/benchmarks/ring.py [--count 6000] [--repeats 3] [--small 1000000]
 
 4 writers and 2 readers, processes of their own, 53 KB a group; every transport carries the same records (the ring's
 format, transports.py), which its readers verify and decode, and all of them take turns. Only ratios within one run
@@ -8,7 +8,7 @@ mean anything. Two raw files are the measure, and both are in the table: "raw" h
 file a writer, one fsync at its end, and readers that begin after it; "raw alone" is one process that writes one file
 with one fsync and reads it back, which never waits for anybody but uses one core. Both lose everything in a crash
 before their fsync, and show nothing before it; the ring commits each 4 MiB. What a transport costs once, such as making
-directories durable, must not be what is measured: with 2000 groups a writer a run lasts half a second and more. "CPU"
+directories durable, must not be what is measured: with 6000 groups a writer a run lasts a second and a half. "CPU"
 is what writers and readers work for a group, without a transport's server: on a busy machine the only figure that
 means something.
 
@@ -257,7 +257,7 @@ def picture(rows: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=2000, help="groups a writer")
+    parser.add_argument("--count", type=int, default=6000, help="groups a writer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", type=int, default=1_000_000, help="small records")
     options = parser.parse_args()

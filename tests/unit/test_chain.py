@@ -79,6 +79,20 @@ def test_a_commit_goes_out_in_front_of_the_records_that_wait_and_alone_where_non
     assert tickets(ChainReader(chains, chain.name)) == [0, 1, 2, 3, 4]
 
 
+def test_no_call_writes_more_than_a_mebibyte_and_all_of_a_large_record_is_read_again(
+    chains: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (sizes.append(len(data)), pwrite(fd, data, at))[1])
+    chain, body = new_chain(chains), os.urandom(5 << 19)
+    chain.append(RecordType.DATA, 0, {}, body)
+    chain.commit()
+    assert sizes[:2] == [1 << 20, 1 << 20] and 1 << 19 < sizes[2] < 1 << 20
+    segment = (chains / str(chain.name) / "00000000.seg").read_bytes()
+    assert tickets(ChainReader(chains, chain.name)) == [0] and body in segment
+
+
 def test_records_are_seen_once_and_only_after_their_commit(chains: Path) -> None:
     chain = new_chain(chains)
     reader = ChainReader(chains, chain.name)
