@@ -235,8 +235,13 @@ def test_K6_no_device_is_named_outside_the_accelerator() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["areal_hpc.types", "areal_hpc.protocols", "areal_hpc.fs", "areal_hpc.config.schema"]
+    "module",
+    [
+        *("areal_hpc.types", "areal_hpc.protocols", "areal_hpc.fs", "areal_hpc.config.schema", "areal_hpc.cli"),
+        *("areal_hpc.roles.launcher", "areal_hpc.roles.wiring.preflight", "areal_hpc.roles.rollout"),
+        *("areal_hpc.roles.evaluator", "areal_hpc.cluster.agent", "areal_hpc.roles.submission"),
+    ],
 )
-def test_login_node_modules_load_without_torch(module: str) -> None:
+def test_processes_that_do_not_compute_load_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

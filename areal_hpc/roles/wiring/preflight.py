@@ -13,8 +13,6 @@ from areal_hpc.prompts import check_rows, first_prompts, open_dataset
 from areal_hpc.roles.wiring.agents import has_agent, make_agent
 from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.roles.wiring.models import check_model_path
-from areal_hpc.roles.wiring.offline import check_answers
-from areal_hpc.roles.wiring.replay import check_replay
 from areal_hpc.roles.wiring.servers import check_server
 from areal_hpc.rollout.reward_pool import RewardPool
 from areal_hpc.training.megatron.requirements import check_model, require_kernels, require_megatron
@@ -34,6 +32,8 @@ def preflight(config: Config) -> None:
     if config.algorithm.loss:
         dotted(config.algorithm.loss, "algorithm.loss")
     if config.replay.run:
+        from areal_hpc.roles.wiring.replay import check_replay  # late, as of a trainer, which imports torch
+
         check_replay(config)
     if config.replay.run or is_offline(config.algorithm):
         return
@@ -67,6 +67,8 @@ def check_made(config: Config) -> None:
     if config.evaluation.checkpoint:
         return
     if is_offline(config.algorithm):
+        from areal_hpc.roles.wiring.offline import check_answers
+
         check_answers(config)
     if reference := reference_of(config.algorithm):
         check_vocabulary(config.model.path, reference)
