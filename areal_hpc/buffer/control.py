@@ -9,13 +9,16 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.buffer.epochs import check_fence
+from areal_hpc.buffer.pace import Pace, poll_pause_s
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import names_in, publish_json, read_json
+from areal_hpc.mount import is_served
 from areal_hpc.patience import PASSING, RETRY_PAUSES_S
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
@@ -132,6 +135,33 @@ def read_control(run: RunDir, *, known: bool) -> Control | None:
     slots = tuple(SlotControl.from_json(slot) for slot in value["slots"])
     version = WeightVersion(*value["version"])
     return Control(epoch=value["epoch"], version=version, slots=slots, held=value.get("held", 0))
+
+
+class NewestWeights:
+    """Tells the optimizer steps behind the newest weights that an attempt has published, None before the first.
+
+    CONTROL.json is read as often as the ring's writers read it, however often this is called.
+
+    Args:
+        commit_s: ``buffer.commit_s``, by which all go who look at the ring.
+    """
+
+    def __init__(
+        self, run: RunDir, epoch: int, commit_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run, self._epoch = run, epoch
+        self._reading = Pace(poll_pause_s(commit_s, is_served(run.root)), clock=clock)
+        self._control: Control | None = None
+        self._step: int | None = None
+
+    def __call__(self) -> int | None:
+        if self._reading.due():
+            control = read_control(self._run, known=self._control is not None)
+            self._reading.looked(news=control != self._control)
+            self._control = control or self._control
+            if control is not None and control.epoch == self._epoch:
+                self._step = control.version.step
+        return self._step
 
 
 def read_replaced(path: Path) -> Any | None:

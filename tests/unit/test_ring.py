@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.buffer import control, scan
-from areal_hpc.buffer.control import Control, publish_control, read_control
+from areal_hpc.buffer.control import Control, NewestWeights, publish_control, read_control
 from areal_hpc.buffer.epochs import claim_epoch, read_start, sweep
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.scan import GroupFetcher, intact
@@ -220,6 +220,29 @@ def test_a_control_file_of_an_older_attempt_is_not_believed(run: RunDir, reader:
     with pytest.raises(Fenced):
         reader.release(WeightVersion(epoch - 1, 1))
     writer.close()
+
+
+def test_whoever_asks_for_the_newest_weights_reads_no_more_often_than_a_writer(
+    run: RunDir, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch, now, reads = reader._epoch, [0.0], list[Path]()
+    newest = NewestWeights(run, epoch, 0.2, clock=lambda: now[0])
+    publish_control(run, Control(epoch=epoch, version=WeightVersion(epoch, 7), slots=()))
+    real = control.read_json
+    monkeypatch.setattr(control, "read_json", lambda path: (reads.append(path), real(path))[1])
+    assert [newest() for _ in range(50)] == [7] * 50
+    publish_control(run, Control(epoch=epoch, version=WeightVersion(epoch, 8), slots=()))
+    now[0] = 0.19
+    assert newest() == 7 and len(reads) == 1
+    now[0] = 0.21
+    assert newest() == 8 and len(reads) == 2
+
+
+def test_the_weights_of_an_older_attempt_are_not_this_ones_newest(run: RunDir, reader: RingReader) -> None:
+    epoch = reader._epoch
+    publish_control(run, Control(epoch=epoch, version=WeightVersion(epoch, 7), slots=()))
+    assert NewestWeights(run, epoch + 1, 0.2)() is None
+    assert NewestWeights(run, epoch, 0.2)() == 7
 
 
 def test_a_writer_stops_when_control_names_a_newer_attempt(run: RunDir, reader: RingReader) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
-from areal_hpc.buffer.control import read_control
+from areal_hpc.buffer.control import NewestWeights
 from areal_hpc.buffer.order import fixed_order
 from areal_hpc.buffer.writer import RingWriter
 from areal_hpc.config.derived import awaits_satellites, queue_s, ring_capacity
@@ -200,7 +200,8 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
     dataset = open_dataset(config.prompts, "eval", config.seed)
     pool = make_reward_pool(config)
     router = await asyncio.to_thread(make_router, process)
-    renderer, generator = ChatRenderer(config.model.path), Pinned(router, lambda: _newest_version(process) or 0)
+    newest_version = NewestWeights(process.run, process.epoch, config.buffer.commit_s)
+    renderer, generator = ChatRenderer(config.model.path), Pinned(router, lambda: newest_version() or 0)
     try:
         await pool.start()
         async with make_workflow(process, renderer, generator) as workflow:
@@ -209,7 +210,7 @@ async def make_evaluation(process: RoleProcess) -> AsyncIterator[EvaluationParts
                 yield EvaluationParts(
                     prompts=first_prompts(dataset, config.prompts, config.evaluation.num_prompts),
                     episodes=episodes,
-                    newest_version=lambda: _newest_version(process),
+                    newest_version=newest_version,
                     agenda=lambda: agenda_of(process.run, process.epoch),
                     evaluated=lambda: set(results(process.run, process.epoch)),
                 )
@@ -245,8 +246,3 @@ def evaluation_rollout(config: Config) -> RolloutConfig:
     """How an evaluation's episodes run: as in training, but for their number and temperature."""
     sampling = replace(config.rollout.sampling, temperature=config.evaluation.temperature)
     return replace(config.rollout, group_size=config.evaluation.samples, sampling=sampling)
-
-
-def _newest_version(process: RoleProcess) -> int | None:
-    control = read_control(process.run, known=False)
-    return None if control is None or control.epoch != process.epoch else control.version.step
