@@ -11,7 +11,7 @@ from areal_hpc.config.algorithm import Level
 from areal_hpc.config.checks import CHECKS
 from areal_hpc.config.cluster import Runtime, Shape
 from areal_hpc.config.resolve import resolve
-from areal_hpc.config.schema import Attention, Dtype, EngineName, Recompute, TrainerBackendName, TransportName
+from areal_hpc.config.schema import Attention, Dtype, EngineName, Recompute, Schedule, TrainerBackendName, TransportName
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "check_name": ({"name": "my run"}, "name: 'my run' cannot be a directory's name"),
@@ -186,7 +186,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "check_top_k": ({"rollout__sampling__top_k": 0}, "rollout.sampling.top_k: 0 keeps no token; write -1 for off"),
     "check_schedule": ({"trainer__optimizer__warmup_steps": 100}, "trainer.optimizer.warmup_steps: 100 is the"),
-    "check_schedule, min_lr": ({"trainer__optimizer__min_lr": 1.0}, "trainer.optimizer.min_lr: 1.0 is above"),
+    "check_schedule, min_lr": (
+        {"trainer__optimizer__min_lr": 1.0, "trainer__optimizer__schedule": Schedule.LINEAR},
+        "trainer.optimizer.min_lr: 1.0 is above",
+    ),
+    "check_schedule, constant": (
+        {"trainer__optimizer__lr": 1e-3, "trainer__optimizer__min_lr": 1e-4},
+        "trainer.optimizer.min_lr: 0.0001 is where a falling learning rate ends, and trainer.optimizer.schedule is con",
+    ),
     "check_ring": ({"rollout__workers": 49}, "rollout.workers: 49 workers share"),
     "check_quota": ({"buffer__max_mb": 0.0005}, "buffer.max_mb: 0.0005 MiB cannot hold the algorithm.groups_per_step"),
     "check_time_limits": ({"rollout__reward_timeout_s": 601.0}, "rollout.reward_timeout_s: 601 s is longer"),
