@@ -56,6 +56,7 @@ class Optimizer:
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
+            foreach=False,  # on devices torch would take all weights at once, with temporaries as large as the model
         )
 
     def zero_grad(self) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,19 @@ def test_updates_equal_torch_with_clipping_and_decay_of_matrices() -> None:
         adamw.step()
     for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_device_makes_no_temporaries_as_large_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch would take all weights at once, as it does on devices, ours are updated one after the other."""
+    at_once: list[int] = []
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+    monkeypatch.setattr(adam, "_multi_tensor_adam", lambda params, *_, **__: at_once.append(len(params)))
+    model, optimizer = make()
+    before = model[0].weight.detach().clone()
+    model(inputs()).sum().backward()
+    optimizer.step(0.1)
+    assert not at_once and not torch.equal(model[0].weight, before)
 
 
 def test_gradients_of_several_backwards_add_up() -> None:
