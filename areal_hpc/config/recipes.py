@@ -2,7 +2,7 @@
 
     recipe = RECIPES["rloo"]
     recipe.fixed        another value would be another algorithm: writing one is an error
-    recipe.usual        taken for what nobody wrote
+    recipe.usual        taken for what nobody wrote; a ValueOf is what another key has
     recipe.reads        of the knobs that only some algorithms read; the others are errors
 
 No name is needed for a combination: `grpo` fixes nothing, so that any of its settings may be changed. No torch here.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_hpc.config.algorithm import (
     AlgorithmConfig,
@@ -50,6 +50,12 @@ class Data(Enum):
     def together(self) -> int:
         """Sequences that the loss must see at once: it is of a pair, the better one first."""
         return 2 if self is Data.PAIRS else 1
+
+
+class ValueOf(NamedTuple):
+    """In place of a value: that of another key."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +94,10 @@ NO_PROXIMAL = {"algorithm.decoupled": False, "algorithm.proximal": ProximalMetho
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(paper="arXiv:2402.03300: rewards relative to their group, by its deviation; no critic"),
     "dr_grpo": Recipe(
-        paper="arXiv:2503.20783: GRPO without the deviation, which favours questions that are nearly solved or not",
+        paper="arXiv:2503.20783: GRPO without the deviation, which favours questions that are nearly solved or not, "
+        "and with a constant in place of the number of tokens",
         fixed=_reward_norm(Level.GROUP, Level.NONE),
+        usual={"algorithm.length_normaliser": ValueOf("rollout.sampling.max_new_tokens")},
     ),
     "rloo": Recipe(
         paper="arXiv:2402.14740: the baseline is the mean of the other samples, so that it is independent of this one",

@@ -22,7 +22,7 @@ from areal_hpc.config.load import drafted, places, read
 from areal_hpc.config.problems import placed, raise_if_any
 from areal_hpc.config.ranges import out_of_range
 from areal_hpc.config.reading import problems_of
-from areal_hpc.config.recipes import RECIPES, is_offline
+from areal_hpc.config.recipes import RECIPES, ValueOf, is_offline
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import ConfigError
 
@@ -107,7 +107,8 @@ class _Resolving:
         self._fill(recipe.fixed, f"algorithm.name {self.config.algorithm.name} ({recipe.paper})")
         for name, usual in recipe.usual.items():
             if self._untouched(name):
-                self.config = with_value(self.config, name, usual)
+                value = value_of(self.config, usual.key) if isinstance(usual, ValueOf) else usual
+                self.config = with_value(self.config, name, value)
 
     def _apply_deterministic(self) -> None:
         if not is_offline(self.config.algorithm):

@@ -16,12 +16,12 @@ from areal_hpc.config.algorithm import AlgorithmConfig, KlConfig, Level, Metric,
 from areal_hpc.config.keys import keys, value_of
 from areal_hpc.config.recipes import READ_BY_SOME, RECIPES, Data, is_offline
 from areal_hpc.config.resolve import resolve
-from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, TrainerConfig
+from areal_hpc.config.schema import Config, ModelConfig, PromptsConfig, RolloutConfig, SamplingConfig, TrainerConfig
 from areal_hpc.errors import ConfigError
 
 PAPERS: dict[str, dict[str, Any]] = {
     "grpo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.GROUP},
-    "dr_grpo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.NONE},
+    "dr_grpo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.NONE, "length_normaliser": 512},
     "rloo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.NONE, "reward_norm.leave_one_out": True},
     "lite_ppo": {"reward_norm.mean": Level.GROUP, "reward_norm.std": Level.BATCH},
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
@@ -69,6 +69,15 @@ def test_what_was_resolved_resolves_to_itself(name: str) -> None:
     """A run reads the configuration that it was started with; every key of it is stated."""
     resolved = resolve(config(name=name))
     assert resolve(resolved, keys()) == resolved
+
+
+def test_dr_grpos_divisor_is_the_longest_answer_unless_somebody_wrote_one() -> None:
+    """Liu et al. (2025), listing 1: the masked sum over a constant, the budget of generated tokens."""
+    sampling = SamplingConfig(max_new_tokens=77)
+    longer = replace(config(name="dr_grpo"), rollout=RolloutConfig(reward="tasks:reward", sampling=sampling))
+    assert resolve(longer).algorithm.length_normaliser == 77
+    assert resolve(longer, {"algorithm.length_normaliser"}).algorithm.length_normaliser == 0  # written, though usual
+    assert resolve(config(name="dr_grpo", length_normaliser=5)).algorithm.length_normaliser == 5
 
 
 def test_what_is_usual_gives_way_and_what_is_fixed_does_not() -> None:
