@@ -137,12 +137,12 @@ def job_of(config: Config, *, log: str, directory: Path | None = None, room: str
         ConfigError: the shape ``split`` cannot give its components what they ask for; names the keys.
     """
     cluster = config.cluster
-    options = [f"--output={log}", "--open-mode=append", f"--signal=B:{SIGNAL}@{signal_lead_s(config)}"]
+    options = [option("output", log), "--open-mode=append", f"--signal=B:{SIGNAL}@{signal_lead_s(config)}"]
     options += ["--requeue" if cluster.requeue else "--no-requeue"]
-    options += [f"--chdir={directory}"] if directory else []
+    options += [option("chdir", str(directory))] if directory else []
     for name in ("comment", "dependency", "mail_type", "mail_user"):
         if value := getattr(cluster, name):
-            options.append(_option(name, value))
+            options.append(option(name, value))
     if cluster.dependency:
         options.append("--kill-on-invalid-dep=yes")  # else a job whose turn never comes waits for ever
     components = tuple(component.request for component in components_of(config))
@@ -224,11 +224,12 @@ def options_of(job: Job, number: int) -> Iterator[str]:
         yield f"--cpus-per-task={request.cpus}"
     for name in FLAGS:
         if value := getattr(request, name):
-            yield _option(name, value)
+            yield option(name, value)
     if request.exclusive:
         yield "--exclusive" if request.exclusive == "yes" else f"--exclusive={request.exclusive}"
     yield from request.raw
 
 
-def _option(name: str, value: str) -> str:
+def option(name: str, value: str) -> str:
+    """An option of sbatch; its value, which may be a path with spaces, stays one word."""
     return f"--{name.replace('_', '-')}={shlex.quote(value)}"

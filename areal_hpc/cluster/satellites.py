@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_hpc.cluster.again import render_again
 from areal_hpc.cluster.components import satellite_of
-from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, THEN, Job, options_of
+from areal_hpc.cluster.hetjob import CODES, CUT_OFF, PATIENTLY, THEN, Job, option, options_of
 from areal_hpc.cluster.steps import on_each_node
 from areal_hpc.config.derived import leave_lead_s
 from areal_hpc.config.schema import Config
@@ -63,9 +63,9 @@ def satellite_job(config: Config, *, log: str, directory: Path | None = None, ro
         room: directory that tells of each task's newest job; empty for a script that a person types.
     """
     cluster = config.cluster
-    options = [f"--output={log}", "--open-mode=append", f"--signal=TERM@{leave_lead_s(config)}"]
+    options = [option("output", log), "--open-mode=append", f"--signal=TERM@{leave_lead_s(config)}"]
     options += ["--requeue" if cluster.requeue else "--no-requeue"]
-    options += [f"--chdir={directory}"] if directory else []
+    options += [option("chdir", str(directory))] if directory else []
     return Job(
         name=f"{cluster.job_name or config.name}-satellite",
         components=(satellite_of(config).request,),

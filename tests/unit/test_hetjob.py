@@ -159,6 +159,13 @@ def test_a_text_with_spaces_or_quotes_stays_one_option() -> None:
     assert "--constraint='a100&(rack1|rack2)'" in block
 
 
+def test_a_path_with_spaces_stays_one_option_which_slurm_would_else_refuse() -> None:
+    words = {"directory": Path("/home/me/my runs"), "log": "/home/me/my runs/%j.log"}
+    assert {"--chdir='/home/me/my runs'", "--output='/home/me/my runs/%j.log'"} <= set(blocks(script(**words))[0])
+    (satellite,) = blocks(render_satellite(satellite_job(config_of("cluster.shape=satellites"), **words), "true"))
+    assert {"--chdir='/home/me/my runs'", "--output='/home/me/my runs/%j.log'"} <= set(satellite)
+
+
 @pytest.mark.parametrize(
     ("words", "lead_s"),
     [
