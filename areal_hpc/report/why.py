@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from areal_hpc.cluster.components import ROLES
 from areal_hpc.config.schema import LimitsConfig
 from areal_hpc.errors import GenerationError
 from areal_hpc.fs import read_if_listed
@@ -25,6 +26,8 @@ from areal_hpc.report.text import duration
 from areal_hpc.run_dir import AttemptDir, RunDir
 
 POLL_S = 0.25
+PROCESSES = {role for roles in ROLES.values() for role in roles}
+"""Whose logs are those of processes with a heartbeat; beside them lie logs of Slurm's steps and of engines' servers."""
 ASK_S = 2.0
 """How long an engine is asked whether it answers."""
 
@@ -70,7 +73,8 @@ def _state_text(state: str, lives: bool, about: str | None) -> str:
 def _names(attempt: AttemptDir) -> list[str]:
     """Every process that was started, by its log, without engines that had joined and have left."""
     listed = os.listdir(attempt.logs) if attempt.logs.is_dir() else []
-    return sorted({name.removesuffix(".log") for name in listed if name.endswith(".log")} - vacant(attempt))
+    names = {name.removesuffix(".log") for name in listed if name.endswith(".log")}
+    return sorted({name for name in names if name.rpartition("-")[0] in PROCESSES} - vacant(attempt))
 
 
 def _limits(run: RunDir) -> LimitsConfig:

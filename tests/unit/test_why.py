@@ -125,6 +125,17 @@ def test_one_that_is_not_up_yet_is_said_to_come_up(run: RunDir) -> None:
     assert lines[2] == "nobody stands still; the chain ends with trainer-0"
 
 
+def test_logs_of_slurms_steps_and_of_engines_servers_are_no_processes_that_come_up(run: RunDir) -> None:
+    attempt = Attempt(run, "running")
+    attempt.says("rollout-0", TICKET)
+    for name in ("step-0", "sglang-0", "vllm-0", "sglang-part-1"):
+        (attempt.dir.logs / f"{name}.log").touch()
+    looks: list[float] = []
+    lines = why_lines(run, sleep=lambda pause_s: (looks.append(pause_s), attempt.beat(pause_s))[1])
+    assert lines[-2:] == ["all waits:", "  rollout-0 waits for trainer-0: a free ticket (30 s)"]
+    assert len(looks) == 1  # as soon as its heart was seen to beat
+
+
 def test_a_run_that_was_killed_tells_what_it_waited_for_last(run: RunDir) -> None:
     attempt = Attempt(run, "running", start_ticks=1)
     attempt.says("trainer-0", BATCH, pid=1 << 22)
