@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import add_config, resolved
+from areal_hpc.cli.arguments import add_config, print_lines, resolved
 
 if TYPE_CHECKING:
     from areal_hpc.cli.arguments import Commands
@@ -25,12 +25,12 @@ def _config(options: argparse.Namespace) -> int:
     from areal_hpc.config.describe import dump, render_diff
 
     config = resolved(options.config)
-    print(render_diff(config) if options.diff else dump(config), end="")
+    print_lines((render_diff(config) if options.diff else dump(config)).removesuffix("\n").split("\n"))
     return 0
 
 
 def _keys(_: argparse.Namespace) -> int:
     from areal_hpc.config.describe import render_reference
 
-    print(render_reference(), end="")
+    print_lines(render_reference().removesuffix("\n").split("\n"))
     return 0

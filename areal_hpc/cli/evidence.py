@@ -49,7 +49,7 @@ def _ledger(options: argparse.Namespace) -> int:
 
     run = RunDir.open(options.run_dir)
     proof = prove_run(run)
-    print(json.dumps(proof.facts(), indent=1) if options.json else "\n".join(ledger_lines(run, proof)))
+    print_lines([json.dumps(proof.facts(), indent=1)] if options.json else ledger_lines(run, proof))
     return EXIT_DONE if proof.proven else EXIT_FAILED
 
 

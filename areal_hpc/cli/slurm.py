@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import add_config, add_resume, add_run_dir, resolved
+from areal_hpc.cli.arguments import add_config, add_resume, add_run_dir, print_lines, resolved
 from areal_hpc.exits import EXIT_FAILED, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _plan(options: argparse.Namespace) -> int:
     from areal_hpc.roles.planning import plan_run
 
     lines, possible = plan_run(resolved(options.config))
-    print("\n".join(lines))
+    print_lines(lines)
     return 0 if possible else EXIT_USER_ERROR
 
 
@@ -70,7 +70,7 @@ def submit(config: Config, run_options: Sequence[str]) -> int:
     from areal_hpc.cli import main
     from areal_hpc.roles.submission import submit_run
 
-    print("\n".join(submit_run(config, main, run_options).lines()))
+    print_lines(submit_run(config, main, run_options).lines())
     return 0
 
 
@@ -94,5 +94,5 @@ def _doctor(options: argparse.Namespace) -> int:
     from areal_hpc.roles.doctor import examine_site, report_lines
 
     findings = list(examine_site(resolved(options.config)))
-    print("\n".join(report_lines(findings)))
+    print_lines(report_lines(findings))
     return EXIT_FAILED if any(one.verdict == "wrong" for one in findings) else 0

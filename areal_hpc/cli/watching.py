@@ -48,7 +48,7 @@ def _status(options: argparse.Namespace) -> int:
     from areal_hpc.report import status_lines
     from areal_hpc.run_dir import RunDir
 
-    print("\n".join(status_lines(RunDir.open(options.run_dir, waiting=True))))
+    print_lines(status_lines(RunDir.open(options.run_dir, waiting=True)))
     return 0
 
 
@@ -68,7 +68,7 @@ def _why(options: argparse.Namespace) -> int:
     from areal_hpc.report import why_lines
     from areal_hpc.run_dir import RunDir
 
-    print("\n".join(why_lines(RunDir.open(options.run_dir, waiting=True))))
+    print_lines(why_lines(RunDir.open(options.run_dir, waiting=True)))
     return 0
 
 

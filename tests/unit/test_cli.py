@@ -47,6 +47,24 @@ def test_what_only_tells_starts_without_torch(words: list[str]) -> None:
     assert not loaded & {"torch", "transformers", "aiohttp", "matplotlib"}
 
 
+@pytest.mark.parametrize("words", [["config", QUICKSTART], ["keys"], PLAN])
+def test_whoever_has_seen_enough_ends_what_is_told_without_a_complaint(words: list[str]) -> None:
+    """As in ``areal-hpc keys | head``."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_hpc", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """The one line that a mistake gets."""
     assert main(words) == code
