@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,11 @@ class RunDir:
         if not run.config.is_file() and not (waiting and run.slurm.is_dir()):
             raise RunDirError(f"{run.root} is not a run directory (no config.yaml); give the one that `run` printed")
         return run
+
+    @property
+    def typed(self) -> str:
+        """The path as a person types it, for a command that a message proposes."""
+        return shlex.quote(str(self.root))
 
     @property
     def config(self) -> Path:

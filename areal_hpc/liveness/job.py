@@ -214,7 +214,7 @@ def refuse_queued(run: RunDir, *, takeover: bool = False) -> JobView | None:
         )
     raise RunDirError(
         f"{run.root} is job {view.job_id} in Slurm's queue ({view.queued.state}); stop it with `areal-hpc stop "
-        f"{run.root}` or `scancel {view.job_id}`, or set another `name`"
+        f"{run.typed}` or `scancel {view.job_id}`, or set another `name`"
     )
 
 

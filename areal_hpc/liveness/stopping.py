@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -21,6 +21,12 @@ RUNNING, RESTARTING = "running", "restarting"
 ALIVE = (RUNNING, RESTARTING)
 """States of an attempt whose launcher goes on, with this attempt or the next."""
 LOOK_S = 0.25
+ASKED_BY: Mapping[int, str] = {
+    signal.SIGINT: "Ctrl-C, or SIGINT",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "its terminal was closed",
+}
+"""What a request to stop came by, outside of a job."""
 
 
 @dataclass(slots=True)
@@ -34,6 +40,8 @@ class Signals:
 
     from_scheduler: bool = False
     count: int = 0
+    first: int = 0
+    """Number of the first one."""
     interrupt: bool = False
     previous: dict[int, Any] = field(default_factory=dict)
 
@@ -68,8 +76,9 @@ class Signals:
         finally:
             self.interrupt = False
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        self.first = self.first or number
         if self.interrupt:
             self.interrupt = False
             raise KeyboardInterrupt
@@ -77,6 +86,15 @@ class Signals:
 
 def is_asked_to_stop(attempt: AttemptDir, signals: Signals) -> bool:
     return signals.count > 0 or attempt.stop_request.name in names_in(attempt.root)
+
+
+def asked_by(attempt: AttemptDir, signals: Signals) -> str:
+    """Who or what asked an attempt to stop; empty where nobody did."""
+    if attempt.stop_request.name in names_in(attempt.root):
+        return "`areal-hpc stop` asked for it"
+    if signals.first and signals.from_scheduler:
+        return "Slurm was to end its job"
+    return ASKED_BY.get(signals.first, "")
 
 
 def state_of(run: RunDir, epoch: int) -> tuple[str, Owner]:
@@ -97,7 +115,7 @@ def refuse_living_owner(run: RunDir, newest: int) -> None:
     if state in ALIVE and not owner.is_gone():
         raise RunDirError(
             f"{run.root} is in use by process {owner.pid} on {owner.host}{_of_another(run, newest)}; stop it with "
-            f"`areal-hpc stop {run.root}`, set another `name`, or add --takeover if it cannot be reached any more"
+            f"`areal-hpc stop {run.typed}`, set another `name`, or add --takeover if it cannot be reached any more"
         )
 
 

@@ -169,11 +169,11 @@ def _failed_text(failed: Mapping[int, str]) -> str:
 def next_steps(summary: Summary, run: RunDir) -> Iterator[str]:
     """What a person may want to do now, one command a line."""
     if summary.outcome == "failed":
-        yield f"`areal-hpc why {run.root}` tells who waited for whom when it ended"
+        yield f"`areal-hpc why {run.typed}` tells who waited for whom when it ended"
     if summary.outcome in ("failed", "stopped", "aborted"):
-        yield f"`areal-hpc resume {run.root}` goes on from the newest checkpoint"
+        yield f"`areal-hpc resume {run.typed}` goes on from the newest checkpoint"
     if summary.num_attempts > 1 and summary.steps.size:
-        yield f"`areal-hpc ledger {run.root}` proves that no prompt was lost or trained on twice"
+        yield f"`areal-hpc ledger {run.typed}` proves that no prompt was lost or trained on twice"
 
 
 def print_rows(title: str, rows: list[tuple[str, str]], stream: TextIO) -> None:

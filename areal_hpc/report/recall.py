@@ -26,7 +26,7 @@ def recall(run: RunDir, step: int) -> ArchivedStep:
         return read_step(path, step)
     found = journalled_steps(run).get(step)
     if found is None:
-        raise DataError(f"{run.root} has not made step {step}; `areal-hpc inspect {run.root}` lists what there is")
+        raise DataError(f"{run.root} has not made step {step}; `areal-hpc inspect {run.typed}` lists what there is")
     return _from_ring(run, *found)
 
 

@@ -34,7 +34,7 @@ from areal_hpc.liveness.alone import Lookout
 from areal_hpc.liveness.guard import Guard
 from areal_hpc.liveness.left_out import leave_out
 from areal_hpc.liveness.resting import Recall
-from areal_hpc.liveness.stopping import RESTARTING, RUNNING, Signals, is_asked_to_stop
+from areal_hpc.liveness.stopping import RESTARTING, RUNNING, Signals, asked_by, is_asked_to_stop
 from areal_hpc.liveness.watchdog import Watchdog
 from areal_hpc.mount import examine
 from areal_hpc.report import LiveConsole
@@ -107,7 +107,7 @@ class Attempts:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)
                 outcome = self._supervise(epoch, recorder.record) if has_model else "stopped"
-                why = in_short(self.lost) if self.lost else self.lookout.verdict if self.lookout else ""
+                why = self._why_stopped(attempt) if outcome in ("stopped", "aborted") else ""
             except (AttemptFailed, Stalled) as died:
                 why = in_short(died)
                 self._require_another(epoch, died)
@@ -120,6 +120,12 @@ class Attempts:
                 publish_json(attempt.state, {"state": outcome, "about": why, **lost, **owner})
                 recorder.record("run", {"event": outcome})
         return outcome
+
+    def _why_stopped(self, attempt: AttemptDir) -> str:
+        if self.lost:
+            return in_short(self.lost)
+        verdict = self.lookout.verdict if self.lookout else ""
+        return verdict or asked_by(attempt, self.signals)
 
     def _make_model(self, attempt: AttemptDir, owner: Mapping[str, Any]) -> bool:
         """Whether there is a model, made now if need be; else somebody asked for a stop while it was made."""

@@ -58,7 +58,7 @@ def evaluate(config: Config, what: Path, step: int | None, out: Path | None, str
     again = job is not None and job.continues
     if root.exists() and not again:
         raise RunDirError(f"{root} exists; give a new directory with --out, or remove it")
-    log.info("evaluating %s; `areal-hpc why %s` tells how far it is", config.evaluation.checkpoint, root)
+    log.info("evaluating %s; `areal-hpc why %s` tells how far it is", config.evaluation.checkpoint, RunDir(root).typed)
     code = run_local(config, resume=again, takeover=again, console=LiveConsole(0, stream, table=False))
     if code == EXIT_DONE and "reason" in read_json(RunDir(root).evaluation(config.evaluation.step)):
         return EXIT_FAILED

@@ -167,7 +167,7 @@ def _over_for_good(run: RunDir, unless: Callable[[RunDir], bool] = lambda _: Fal
             if not unless(run):
                 dismiss(run)
         except OSError as error:  # it must not hide the error that ended the run, perhaps of the same file system
-            log.warning("satellites may still rest in the queue; `areal-hpc stop %s` ends them: %s", run.root, error)
+            log.warning("satellites may still rest in the queue; `areal-hpc stop %s` ends them: %s", run.typed, error)
         raise
 
 

@@ -8,6 +8,7 @@ directory       the one it was begun in, since modules of rewards and tasks may 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,6 @@ def _directory(run: RunDir, told: Mapping[str, Any]) -> Path:
     if not (os.access(directory, os.X_OK) and directory.is_dir()):
         raise RunDirError(
             f"{run.root} was begun in {directory}, which is gone, or not yours to enter; type `areal-hpc run "
-            f"{run.config} --resume`, or `submit`, where the modules are that it needs"
+            f"{shlex.quote(str(run.config))} --resume`, or `submit`, where the modules are that it needs"
         )
     return directory

@@ -108,7 +108,8 @@ def test_a_stop_while_the_model_is_made_leaves_no_half_of_one(number: signal.Sig
         started.process.send_signal(number)
         assert started.wait() == 75, started.text
         assert "Traceback" not in started.text
-    assert state_of(started.run) == "stopped"
+    why = {signal.SIGINT: "Ctrl-C, or SIGINT", signal.SIGTERM: "SIGTERM"}[number]
+    assert status_lines(started.run)[1] == f"state        stopped: {why} (attempt 1)"
     assert list(tmp_path.glob("*model*")) == []
 
 

@@ -108,12 +108,12 @@ def test_where_a_site_does_not_requeue_a_chain_of_jobs_goes_on_until_a_person_st
     assert slurm.wait_for_state(second, *OVER) == "COMPLETED"
     assert jobs_of(run) == [first, second], "a person's stop is no reason to go on"
     wait_for("the accounts", lambda: status(slurm, run)["job"].startswith(f"{second} COMPLETED at "), poll_s=1.0)
-    assert status(slurm, run)["state"] == "stopped (attempt 2)"
+    assert status(slurm, run)["state"] == "stopped: `areal-hpc stop` asked for it (attempt 2)"
     proof = prove_run(run)
     assert proof.proven, proof.facts()
     report = areal(slurm, home, "report", run.root).stdout
-    for epoch, job_id in enumerate((first, second), 1):
-        assert re.search(rf"attempt {epoch} +job {job_id}, 0:\d\d:\d\d, stopped\n", report), report
+    for epoch, job_id, why in ((1, first, "Slurm was to end its job"), (2, second, "`areal-hpc stop` asked for it")):
+        assert re.search(rf"attempt {epoch} +job {job_id}, 0:\d\d:\d\d, stopped: {why}\n", report), report
     assert re.search(r"node-hours +generation 0\.\d+, trainer 0\.\d+\n", report), report
 
 

@@ -18,7 +18,7 @@ from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.errors import RunDirError
 from areal_hpc.fs import publish_json
-from areal_hpc.liveness.stopping import Signals, stop_run
+from areal_hpc.liveness.stopping import Signals, asked_by, stop_run
 from areal_hpc.run_dir import RunDir
 
 
@@ -51,6 +51,29 @@ def test_signals_are_counted_and_given_back(hangup: Callable[[Any], None]) -> No
         assert signals.count == 3
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("number", "in_a_job", "why"),
+    [
+        (signal.SIGINT, False, "Ctrl-C, or SIGINT"),
+        (signal.SIGTERM, False, "SIGTERM"),
+        (signal.SIGHUP, False, "its terminal was closed"),
+        (signal.SIGTERM, True, "Slurm was to end its job"),
+    ],
+)
+def test_who_asked_for_a_stop_is_known_by_the_first_signal_or_by_the_file(
+    number: signal.Signals, in_a_job: bool, why: str, run: RunDir, hangup: Callable[[Any], None]
+) -> None:
+    hangup(signal.SIG_DFL)
+    attempt = run.attempt(1).create()
+    with Signals(from_scheduler=in_a_job) as signals:
+        assert asked_by(attempt, signals) == ""
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked_by(attempt, signals) == why
+        attempt.stop_request.touch()
+        assert asked_by(attempt, signals) == "`areal-hpc stop` asked for it"
 
 
 LATE = """
