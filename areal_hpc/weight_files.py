@@ -21,7 +21,7 @@ from areal_hpc.buckets import Bucket, unpack
 from areal_hpc.delta import Delta, Weight, checksum
 from areal_hpc.errors import WeightUpdateError
 from areal_hpc.fs import read_json
-from areal_hpc.pretrained.files import TensorFiles, read_shapes, read_weights
+from areal_hpc.pretrained.files import TensorFiles, read_shapes, read_weights, save_tensors
 
 MANIFEST = "manifest.json"
 VALUES, GAPS = "!values", "!gaps"
@@ -29,8 +29,6 @@ VALUES, GAPS = "!values", "!gaps"
 
 def write_file(path: Path, bucket: Bucket) -> dict[str, Any]:
     """One safetensors file, durable, and its entry in the manifest."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for name, weight in unpack(bucket.buffer, bucket.specs):
@@ -39,7 +37,7 @@ def write_file(path: Path, bucket: Bucket) -> dict[str, Any]:
             shapes[name] = list(weight.shape)
         else:
             tensors[name] = weight
-    save_file(tensors, path)
+    save_tensors(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     sums = {spec.name: spec.checksum for spec in bucket.specs}

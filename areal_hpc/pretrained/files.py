@@ -1,13 +1,17 @@
-"""Reading safetensors from a checkpoint directory, checked against what the model needs before a weight is touched."""
+"""Safetensors: reading a checkpoint directory, checked against what the model needs before a weight is touched; and
+writing a file, with the disk's refusal as what it is."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from areal_hpc.errors import DataError
 from areal_hpc.fs import read_json
@@ -15,6 +19,22 @@ from areal_hpc.fs import read_json
 HEAD = "lm_head.weight"
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A buffer that old checkpoints carry; it follows from config.json, and no trainer has it."""
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, which is not durable yet.
+
+    Raises:
+        OSError: the disk refused, as where it is full; safetensors has an error of its own for that, with the number in
+            its text.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        refused = re.search(r"\(os error (\d+)\)", str(error))
+        if refused is None:
+            raise
+        raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_hpc.config.lora import LoraConfig
 from areal_hpc.fs import publish_json, read_json
+from areal_hpc.pretrained.files import save_tensors
 from areal_hpc.pretrained.lora import BASE, PEFT_PREFIX, Named, peft_config
 from areal_hpc.privacy import follow_directory
 
@@ -72,7 +72,7 @@ def write_checkpoint(
     dtypes: set[str] = set()
     num_bytes = 0
     for number, shard in enumerate(_shards(weights, shard_bytes)):
-        save_file(shard, target / f"{number}.part", metadata={"format": "pt"})
+        save_tensors(shard, target / f"{number}.part", {"format": "pt"})
         file_of |= dict.fromkeys(shard, number)
         num_bytes += sum(tensor.nbytes for tensor in shard.values())
         dtypes |= {str(tensor.dtype).removeprefix("torch.") for tensor in shard.values()}
@@ -102,10 +102,10 @@ def write_adapters(adapters: Named, source: Path, target: Path, config: LoraConf
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in adapters}
     base = int(tensors.pop(BASE))
     target.mkdir(parents=True, exist_ok=True)
-    save_file(
+    save_tensors(
         {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()},
         target / "adapter_model.safetensors",
-        metadata={"format": "pt", BASE: str(base)},
+        {"format": "pt", BASE: str(base)},
     )
     publish_json(target / "adapter_config.json", peft_config(config, str(source)))
     copy_tokenizer(source, target)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_hpc.errors import CorruptRecord
+from areal_hpc.pretrained.files import save_tensors
 
 
 class HostCopy:
@@ -54,7 +54,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         CorruptRecord: the file does not hold what was written.
         OSError: the disk refused.
     """
-    save_file(dict(tensors), path)
+    save_tensors(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     with safe_open(path, framework="pt", backend="pread") as stored:  # mapped, a bad disk would be a SIGBUS

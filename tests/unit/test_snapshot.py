@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -96,10 +98,29 @@ def test_what_is_written_is_a_safetensors_file_with_every_bit(tmp_path: Path) ->
         assert found[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The kernel lets this process write no file beyond 1,000 bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_fault_20_a_disk_that_refuses_is_an_error_of_the_disk_with_its_path(tmp_path: Path, small_files: None) -> None:
+    """safetensors raises an error of its own, which nobody who waits for OSError would know."""
+    with pytest.raises(OSError, match=r"File too large: '.*/state\.safetensors'") as caught:
+        write_tensors({"a": torch.ones(1000)}, tmp_path / "state.safetensors")
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(FileNotFoundError):
+        write_tensors({"a": torch.ones(3)}, tmp_path / "away" / "state.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_B5_a_file_that_does_not_hold_what_was_written_is_never_voted_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = snapshot.save_file
+    real = snapshot.save_tensors
 
     def save_with_a_flipped_bit(given: Mapping[str, Tensor], path: Path) -> None:
         real(dict(given), path)
@@ -107,6 +128,6 @@ def test_B5_a_file_that_does_not_hold_what_was_written_is_never_voted_for(
         data[-1] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(snapshot, "save_file", save_with_a_flipped_bit)
+    monkeypatch.setattr(snapshot, "save_tensors", save_with_a_flipped_bit)
     with pytest.raises(CorruptRecord, match=r"state\.safetensors: a does not hold what was written"):
         write_tensors({"a": torch.ones(3)}, tmp_path / "state.safetensors")
