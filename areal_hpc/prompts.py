@@ -103,7 +103,7 @@ class JsonRows:
 
     def _parsed(self, line: bytes, number: int) -> Row:
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = json.loads(line.decode("utf-8-sig"))  # with the mark that editors on Windows put in front
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.name}:{number}: not JSON: {error}; mend or remove the line") from error
         if not isinstance(row, dict):

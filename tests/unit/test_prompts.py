@@ -164,6 +164,15 @@ def test_a_system_message_goes_before_a_plain_text(tmp_path: Path) -> None:
     assert prompt.messages[1] == {"role": "user", "content": "0 + 0 = ?"}
 
 
+def test_a_file_as_editors_on_windows_write_it_is_read(tmp_path: Path) -> None:
+    """RFC 8259, section 8.1: a byte order mark may be ignored."""
+    row = b'{"prompt": "a", "answer": 1}\r\n'
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + row + row)
+    config = config_of(tmp_path / "rows.jsonl")
+    dataset = open_dataset(config, "train", 1)
+    assert [dataset[number] for number in range(len(dataset))] == [{"prompt": "a", "answer": 1}] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
