@@ -15,6 +15,7 @@ from areal_hpc.buckets import dtype_named
 from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.buffer.order import fixed_order
+from areal_hpc.buffer.quota import Quota
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.buffer.scan import GroupFetcher, one_by_one
@@ -177,8 +178,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunC
         order=fixed_order(config),
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
-        group_bytes=largest_group_bytes(config),
-        groups_per_step=config.algorithm.groups_per_step,
+        quota=_make_quota(config),
     )
     journal = Journal(process.run, process.epoch)
     roster = Roster(process)
@@ -205,6 +205,18 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunC
         begin=lambda version, carried: reader.write_start(version, identity["fingerprint"], carried),
         archiver=_make_archiver(process),
         ring=reader,
+    )
+
+
+def _make_quota(config: Config) -> Quota | None:
+    if config.buffer.max_mb is None:
+        return None
+    return Quota(
+        max_bytes=int(config.buffer.max_mb * MIB),
+        group_bytes=largest_group_bytes(config),
+        capacity=ring_capacity(config),
+        num_writers=config.rollout.workers,
+        groups_per_step=config.algorithm.groups_per_step,
     )
 
 
