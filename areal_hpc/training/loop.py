@@ -37,9 +37,9 @@ from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.protocols import Fetch, Peers, RolloutReader, TrainerBackend
+from areal_hpc.protocols import Fetch, RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
-from areal_hpc.training.credit import assess
+from areal_hpc.training.credit import assess, gather_proximal
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import (
     Batch,
@@ -242,15 +242,7 @@ class TrainingLoop:
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         inputs = AdvantageInputs.of(refs, self.settings.max_new_tokens)
         outcomes = find(self.algorithm.name).outcomes(inputs, self.algorithm)
-        lengths = [length for ref in refs for length in ref.lengths]
-        plan = plan_step(
-            lengths=lengths,
-            generated=[count for ref in refs for count in ref.generated],
-            num_minibatches=self.algorithm.minibatches,
-            num_ranks=dealt.size,
-            seed=self.settings.seed + self.step,
-            together=find(self.algorithm.name).data.together,
-        )
+        plan = self._plan(refs)
         needed = {owners[i][0] for minibatch in plan for i in minibatch[dealt.rank]}
         groups, damaged = self._fetch(refs, sorted(needed))
         trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
@@ -259,10 +251,22 @@ class TrainingLoop:
         minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in mine]
         minibatches = assess(minibatches, [outcomes[share] for share in mine], self.backend, self.algorithm, dealt)
         if self.archive is not None:
-            proximal = _proximal(readable, lengths, minibatches, dealt)
+            lengths = [length for ref in refs for length in ref.lengths]
+            proximal = gather_proximal(readable, lengths, minibatches, dealt)
             self.archive(self._made_of(refs, damaged, outcomes, proximal))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
+
+    def _plan(self, refs: Sequence[GroupRef]) -> list[list[list[int]]]:
+        """For each minibatch and rank which trajectories are its share."""
+        return plan_step(
+            lengths=[length for ref in refs for length in ref.lengths],
+            generated=[count for ref in refs for count in ref.generated],
+            num_minibatches=self.algorithm.minibatches,
+            num_ranks=self.backend.data_ranks.size,
+            seed=self.settings.seed + self.step,
+            together=find(self.algorithm.name).data.together,
+        )
 
     def _made_of(
         self,
@@ -370,23 +374,3 @@ def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
         "reward_std": rewards.std() if rewards.size else math.nan,
         "tokens_generated": sum(sum(ref.generated) for ref in refs),
     }
-
-
-def _proximal(
-    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Peers
-) -> dict[int, Float32Array]:
-    """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
-
-    Args:
-        plan: for each minibatch and rank, which trajectories are its share.
-        lengths: of each trajectory, in tokens.
-    """
-    mine = [batch.proximal for batch in minibatches if batch.proximal is not None]
-    found: dict[int, Float32Array] = {}
-    for rank, values in enumerate(ranks.gather_floats(np.concatenate([np.zeros(0, np.float32), *mine]))):
-        if values.size:
-            indices = [index for minibatch in plan for index in minibatch[rank]]
-            ends = np.cumsum([lengths[index] for index in indices])
-            assert values.size == ends[-1], (rank, values.size, ends[-1])
-            found |= dict(zip(indices, np.split(values, ends[:-1]), strict=True))
-    return found
