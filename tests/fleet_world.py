@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.errors import GenerationError, WeightUpdateError
-from areal_hpc.roles.wiring.fleet import LOOK_S, MIB, Fleet
+from areal_hpc.roles.wiring.fleet import LOOK_S, MIB, Fleet, Satellites
 from areal_hpc.weights.membership import Membership
 
 
@@ -101,10 +101,10 @@ class World:
             self.engines,  # type: ignore[arg-type]
             self.transport,
             run=asyncio.run,
-            look=self.look_around,
+            satellites=Satellites(
+                look=self.look_around, desert_s=self.desert_s, in_the_queue=lambda: self.in_the_queue
+            ),
             wait_s=30.0,
-            desert_s=self.desert_s,
-            in_the_queue=lambda: self.in_the_queue,
             min_mb_per_s=self.min_mb_per_s,
             stopping=lambda: self.stop,
             record=lambda _, values: self.records.append((values["engine"], values["event"])),

@@ -15,7 +15,7 @@ from areal_hpc.buffer.memory import MemoryRing
 from areal_hpc.buffer.order import FixedOrder
 from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
-from areal_hpc.training.loop import LoopSettings, TrainingLoop
+from areal_hpc.training.loop import Checkpoints, Engines, LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, Drop, GroupRef, StopReason, Trajectory, TrajectoryGroup
 
@@ -146,12 +146,16 @@ class World:
             backend=self.backend,
             fetch=one_by_one(self.ring.reader.read),
             reader=self.ring.reader if ranks.leads else None,
-            publish=self.publish,
-            behind=lambda: self.behind.pop() if self.behind else False,
-            would_make_room=lambda: self.pressed.pop() if self.pressed else False,
-            catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
-            commit=lambda step: self.calls.append(f"commit {step}"),
-            settle=self.settle,
+            engines=Engines(
+                publish=self.publish,
+                behind=lambda: self.behind.pop() if self.behind else False,
+                catch_up=lambda version, weights: self.calls.append(f"catch up {version} {list(weights())}"),
+            ),
+            checkpoints=Checkpoints(
+                begin=lambda step: self.calls.append(f"commit {step}"),
+                settle=self.settle,
+                would_make_room=lambda: self.pressed.pop() if self.pressed else False,
+            ),
             journal=self.note,
             stop_requested=self.stop_requested,
             record=lambda kind, values: self.records.append({"kind": kind, **values}),

@@ -29,7 +29,7 @@ from areal_hpc.buffer.records import RecordType, newest_weights
 from areal_hpc.buffer.scan import ChainReader, Found, GroupFetcher
 from areal_hpc.config.schema import BufferConfig
 from areal_hpc.fs import make_private_directory, names_in
-from areal_hpc.mount import MIB, is_served, low_space
+from areal_hpc.mount import is_served, low_space
 from areal_hpc.patience import PASSING
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import Drop, Dropped, GroupRef, Ticket, TrajectoryGroup, WeightVersion
@@ -51,8 +51,7 @@ class RingReader:
         order: the fixed order of deterministic training; None for the oldest first.
         state: ``state_dict`` of the checkpoint that the attempt goes on from; None for a fresh start.
         parent: that checkpoint's version; None for a fresh start.
-        group_bytes: size of the largest group to expect, with its records; used where the ring has a quota.
-        groups_per_step: groups that a step consumes; used there, too.
+        quota: of bytes, which ``config.max_mb`` stands for; None for no limit.
         poll_s: how often a chain is looked at, at most; None for ``config.commit_s``, since its writer adds to it no
             more often.
         discover_s: how often new chains are looked for at most.
@@ -72,8 +71,7 @@ class RingReader:
         order: FixedOrder | None = None,
         state: Mapping[str, Any] | None = None,
         parent: WeightVersion | None = None,
-        group_bytes: int = 1,
-        groups_per_step: int = 1,
+        quota: Quota | None = None,
         poll_s: float | None = None,
         discover_s: float = 0.5,
     ) -> None:
@@ -95,15 +93,7 @@ class RingReader:
         self._live: dict[int, ChainReader] = {}  # slot -> chain that still grows
         self._paces: dict[int, Pace] = {}  # slot -> when that chain is looked at
         self._retired: list[ChainReader] = []  # chains with files that nobody writes any more
-        quota = None
-        if config.max_mb is not None:
-            quota = Quota(
-                max_bytes=int(config.max_mb * MIB),
-                group_bytes=group_bytes,
-                capacity=capacity,
-                num_writers=num_slots,
-                groups_per_step=groups_per_step,
-            )
+        assert (quota is None) == (config.max_mb is None), "writers go by the key, and wait for what a quota allows"
         self._account = Account(self._ledger, quota, self._live, self._retired)
         self._done = self._resume(state)
 

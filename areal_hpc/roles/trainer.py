@@ -37,7 +37,7 @@ from areal_hpc.roles.wiring.training import (
 )
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.gap import GapWatch, suspects
-from areal_hpc.training.loop import LoopSettings, TrainingLoop, Weights, no_evaluation
+from areal_hpc.training.loop import Checkpoints, Engines, LoopSettings, TrainingLoop, Weights, no_evaluation
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import GroupRef, TrainedStep, WeightVersion
 
@@ -125,15 +125,19 @@ def _loop(process: RoleProcess, member: Member, start_step: int) -> TrainingLoop
         backend=member.backend,
         fetch=_fetch_of(process, member.side),
         reader=None if member.side is None else member.side.reader,
-        publish=keep_weights if offline else member.publish,
-        behind=member.behind,
-        deserted_s=member.deserted_s,
-        catch_up=member.catch_up,
-        would_make_room=member.commits.would_make_room,
-        is_crowded=member.commits.is_crowded,
-        require_room=member.commits.require_room,
-        commit=member.commit,
-        settle=member.settle,
+        engines=Engines(
+            publish=keep_weights if offline else member.publish,
+            behind=member.behind,
+            deserted_s=member.deserted_s,
+            catch_up=member.catch_up,
+        ),
+        checkpoints=Checkpoints(
+            begin=member.commit,
+            settle=member.settle,
+            is_crowded=member.commits.is_crowded,
+            would_make_room=member.commits.would_make_room,
+            require_room=member.commits.require_room,
+        ),
         journal=member.note,
         stop_requested=process.stopping,
         workers=[] if offline else [f"rollout-{index}" for index in range(config.rollout.workers)],

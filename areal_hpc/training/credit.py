@@ -24,7 +24,7 @@ from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig, KlPlace, ProximalMethod
 from areal_hpc.config.recipes import reference_of
 from areal_hpc.protocols import Peers, TrainerBackend
-from areal_hpc.types import Batch
+from areal_hpc.types import Batch, Float32Array
 
 
 def assess(
@@ -54,6 +54,26 @@ def assess(
     if config.m2_threshold is not None:
         batches = _within_second_moment(batches, config.m2_threshold, ranks)
     return list(batches)
+
+
+def gather_proximal(
+    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Peers
+) -> dict[int, Float32Array]:
+    """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
+
+    Args:
+        plan: for each minibatch and rank, which trajectories are its share.
+        lengths: of each trajectory, in tokens.
+    """
+    mine = [batch.proximal for batch in minibatches if batch.proximal is not None]
+    found: dict[int, Float32Array] = {}
+    for rank, values in enumerate(ranks.gather_floats(np.concatenate([np.zeros(0, np.float32), *mine]))):
+        if values.size:
+            indices = [index for minibatch in plan for index in minibatch[rank]]
+            ends = np.cumsum([lengths[index] for index in indices])
+            assert values.size == ends[-1], (rank, values.size, ends[-1])
+            found |= dict(zip(indices, np.split(values, ends[:-1]), strict=True))
+    return found
 
 
 def _with_token_advantages(

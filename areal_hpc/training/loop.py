@@ -1,4 +1,4 @@
-"""The trainer's loop: claim, prepare, update, publish, release, commit.
+"""The trainer's loop: claim, prepare, update, publish, release, checkpoint.
 
 Rank 0 alone claims, publishes and commits; every rank reads its own share of the bytes, computes, and takes part in the
 collectives. Whoever waits for whom:
@@ -13,7 +13,7 @@ collectives. Whoever waits for whom:
     would_make_room  asks for one during that wait, where workers begin nothing because space is short: once it is
                      durable, the ring may delete what the checkpoint before it covers
     require_room     ends the run where no group can come any more and no checkpoint would change that
-    commit           waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
+    begin            waits for the checkpoint before it, then for a copy to host memory      (limit: checkpoint_s)
     evaluate         waits for nobody: held-out answers, where there are no engines to sample any
     archive          waits for its thread where that is behind         (limit inside the archiver)
     ranks.share      waits for rank 0                                  (limit: the process group's time-out)
@@ -37,9 +37,9 @@ from areal_hpc.algorithms.advantages import AdvantageInputs
 from areal_hpc.algorithms.table import find
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.errors import CorruptRecord, WaitTimeout
-from areal_hpc.protocols import Fetch, Peers, RolloutReader, TrainerBackend
+from areal_hpc.protocols import Fetch, RolloutReader, TrainerBackend
 from areal_hpc.training.batching import pack, plan_step
-from areal_hpc.training.credit import assess
+from areal_hpc.training.credit import assess, gather_proximal
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import (
     Batch,
@@ -86,8 +86,37 @@ class LoopSettings:
 
 
 @dataclass(slots=True, kw_only=True)
+class Engines:
+    """Who samples by the weights. ``publish`` and ``catch_up`` are collective over the ranks; rank 0's have effect."""
+
+    publish: Callable[[int, Weights], Mapping[str, float]]
+    behind: Callable[[], bool] = lambda: False
+    """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
+    deserted_s: Callable[[], float] = lambda: 0.0
+    """For how long in all no engine was there to sample anything: that counts for no limit of ours."""
+    catch_up: Callable[[int, Weights], None] = lambda version, weights: None
+    """Bring those engines up to date."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoints:
+    """What makes a step durable, and with that room in the ring. ``begin`` is collective over the ranks."""
+
+    begin: Callable[[int], None]
+    """Begins the checkpoint of a step; training may go on when it returns."""
+    settle: Callable[[bool], None]
+    """Lets a checkpoint that has become durable take effect, and raises what its making met; True: waits for it."""
+    is_crowded: Callable[[], bool] = lambda: False
+    """Whether the ring is so full that a checkpoint should begin before the next step; asked on rank 0."""
+    would_make_room: Callable[[], bool] = lambda: False
+    """Whether workers wait for room that a checkpoint would make; asked on rank 0, while it waits for groups."""
+    require_room: Callable[[], None] = lambda: None
+    """Raises where groups will never come for lack of room; asked on rank 0 where no checkpoint can be begun."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """One rank's loop. ``publish``, ``journal`` and ``commit`` are called on rank 0 with effect, elsewhere in step."""
+    """One rank's loop. ``journal`` is called on rank 0 with effect, elsewhere in step."""
 
     epoch: int
     step: int
@@ -99,29 +128,14 @@ class TrainingLoop:
     fetch: Fetch
     reader: RolloutReader | None
     """The ring's trainer end; on rank 0 only."""
-    publish: Callable[[int, Weights], Mapping[str, float]]
-    commit: Callable[[int], None]
-    """Begins the checkpoint of a step; training may go on when it returns."""
-    settle: Callable[[bool], None]
-    """Lets a checkpoint that has become durable take effect, and raises what its making met; True: waits for it."""
+    engines: Engines
+    checkpoints: Checkpoints
     journal: Callable[[int, Sequence[GroupRef]], None]
     """Takes each step with what it was trained on, before anybody else hears of it."""
     stop_requested: Callable[[], bool]
     workers: Sequence[str] = ()
     """Names of the rollout workers, for whom a batch is waited."""
     record: Callable[[str, Mapping[str, Any]], None]
-    behind: Callable[[], bool] = lambda: False
-    """Whether an engine was replaced that lacks the newest weights; asked on rank 0."""
-    deserted_s: Callable[[], float] = lambda: 0.0
-    """For how long in all no engine was there to sample anything: that counts for no limit of ours."""
-    catch_up: Callable[[int, Weights], None] = lambda version, weights: None
-    """Bring those engines up to date."""
-    is_crowded: Callable[[], bool] = lambda: False
-    """Whether the ring is so full that a checkpoint should begin before the next step; asked on rank 0."""
-    would_make_room: Callable[[], bool] = lambda: False
-    """Whether workers wait for room that a checkpoint would make; asked on rank 0, while it waits for groups."""
-    require_room: Callable[[], None] = lambda: None
-    """Raises where groups will never come for lack of room; asked on rank 0 where no checkpoint can be begun."""
     archive: Callable[[TrainedStep], None] | None = None
     """Takes what each step is made of; on every rank or, where there is no archive, on none. Rank 0's has effect."""
     gap_watch: Callable[[int, Mapping[str, float]], str | None] = lambda step, stats: None
@@ -143,12 +157,12 @@ class TrainingLoop:
     def run(self) -> bool:
         """Train until ``total_steps``; False when a stop request ended it. Either way the last step is durable."""
         while self.step < self.settings.total_steps:
-            self.settle(False)
+            self.checkpoints.settle(False)
             began = self.clock()
             refs = self.claim()
             if refs is None:
                 self.save()
-                self.settle(True)
+                self.checkpoints.settle(True)
                 return False
             minibatches, trained = self.prepare(refs)
             stats = self.update(minibatches)
@@ -161,13 +175,13 @@ class TrainingLoop:
             if self.step % self.settings.checkpoint_every == 0:
                 self.save()
         self.save()
-        self.settle(True)
+        self.checkpoints.settle(True)
         return True
 
     def claim(self) -> list[GroupRef] | None:
         """The step's groups, the same on every rank; None when the run is to stop."""
         began = self.clock()
-        since = began - self.deserted_s()
+        since = began - self.engines.deserted_s()
         what = f"a batch of {self.algorithm.groups_per_step} groups for step {self.step + 1}"
         while True:
             with waiting(what, *self.workers, limit_s=self.settings.starve_s):
@@ -176,12 +190,12 @@ class TrainingLoop:
             if first is None:
                 break
             if first == CATCH_UP:
-                self.catch_up(self.step, self.backend.weights)
+                self.engines.catch_up(self.step, self.backend.weights)
             else:
                 saving = self.clock()
                 self.save()
                 if first == MAKE_ROOM:
-                    self.settle(True)
+                    self.checkpoints.settle(True)
                 since += self.clock() - saving  # for which no worker is to blame
         stop = self.ranks.any(self.stop_requested())
         self.seconds["wait"] = self.clock() - began
@@ -196,24 +210,24 @@ class TrainingLoop:
         """
         assert self.reader is not None
         while not self.stop_requested():
-            if self.committed != self.step and self.is_crowded():
+            if self.committed != self.step and self.checkpoints.is_crowded():
                 return None, SAVE
             if (refs := self.reader.claim(self.algorithm.groups_per_step, self.version)) is not None:
                 return refs, None
-            deadline = since + self.deserted_s() + self.settings.starve_s
+            deadline = since + self.engines.deserted_s() + self.settings.starve_s
             self._pause(deadline, f"step {self.step + 1} waited {self.settings.starve_s:g} s for a batch")
-            if self.behind():
+            if self.engines.behind():
                 return None, CATCH_UP
             if self.committed == self.step:
-                self.require_room()
-            elif self.would_make_room():
+                self.checkpoints.require_room()
+            elif self.checkpoints.would_make_room():
                 return None, MAKE_ROOM
         return None, None
 
     def _pause(self, deadline: float, waited: str) -> None:
         """A moment's sleep in a wait for the ring; WaitTimeout once ``deadline`` has passed."""
         assert self.reader is not None
-        self.settle(False)  # what it frees on the disk may be what the workers wait for
+        self.checkpoints.settle(False)  # what it frees on the disk may be what the workers wait for
         if self.clock() > deadline:
             raise WaitTimeout(f"{waited}: {self.reader.waiting_for()}; raise limits.starve_s if that is normal")
         time.sleep(CLAIM_POLL_S)
@@ -228,15 +242,7 @@ class TrainingLoop:
         owners = [(group, index) for group, ref in enumerate(refs) for index in range(len(ref.rewards))]
         inputs = AdvantageInputs.of(refs, self.settings.max_new_tokens)
         outcomes = find(self.algorithm.name).outcomes(inputs, self.algorithm)
-        lengths = [length for ref in refs for length in ref.lengths]
-        plan = plan_step(
-            lengths=lengths,
-            generated=[count for ref in refs for count in ref.generated],
-            num_minibatches=self.algorithm.minibatches,
-            num_ranks=dealt.size,
-            seed=self.settings.seed + self.step,
-            together=find(self.algorithm.name).data.together,
-        )
+        plan = self._plan(refs)
         needed = {owners[i][0] for minibatch in plan for i in minibatch[dealt.rank]}
         groups, damaged = self._fetch(refs, sorted(needed))
         trajectories = {i: groups[g].trajectories[n] for i, (g, n) in enumerate(owners) if g in groups}
@@ -245,10 +251,22 @@ class TrainingLoop:
         minibatches = [pack([trajectories[i] for i in share], outcomes[share]) for share in mine]
         minibatches = assess(minibatches, [outcomes[share] for share in mine], self.backend, self.algorithm, dealt)
         if self.archive is not None:
-            proximal = _proximal(readable, lengths, minibatches, dealt)
+            lengths = [length for ref in refs for length in ref.lengths]
+            proximal = gather_proximal(readable, lengths, minibatches, dealt)
             self.archive(self._made_of(refs, damaged, outcomes, proximal))
         self.seconds["prepare"] = self.clock() - began
         return minibatches, [ref for ref, bad in zip(refs, damaged, strict=True) if not bad]
+
+    def _plan(self, refs: Sequence[GroupRef]) -> list[list[list[int]]]:
+        """For each minibatch and rank which trajectories are its share."""
+        return plan_step(
+            lengths=[length for ref in refs for length in ref.lengths],
+            generated=[count for ref in refs for count in ref.generated],
+            num_minibatches=self.algorithm.minibatches,
+            num_ranks=self.backend.data_ranks.size,
+            seed=self.settings.seed + self.step,
+            together=find(self.algorithm.name).data.together,
+        )
 
     def _made_of(
         self,
@@ -294,7 +312,7 @@ class TrainingLoop:
         """New weights to every engine, then the slots of the step back to the workers."""
         self._let_older_weights_finish()
         began = self.clock()
-        moved = self.publish(self.step, self.backend.weights)
+        moved = self.engines.publish(self.step, self.backend.weights)
         if self.reader is not None:
             self.reader.release(self.version)
         self.seconds["publish"] = self.clock() - began
@@ -311,14 +329,14 @@ class TrainingLoop:
             limit_s = self.settings.starve_s
             while not self.reader.may_publish(self.version):
                 self._pause(began + limit_s, f"version {self.step} waited {limit_s:g} s for what older ones sample")
-                self.require_room()
+                self.checkpoints.require_room()
         self.ranks.barrier()  # so that the others' next collective need not outlast this wait as well
         self.seconds["wait"] = self.seconds.get("wait", 0.0) + self.clock() - began
 
     def save(self) -> None:
         """Begin one atomic commit of all state, unless this step already has one."""
         if self.committed != self.step:
-            self.commit(self.step)
+            self.checkpoints.begin(self.step)
             self.committed = self.step
 
     def tell(self, refs: Sequence[GroupRef], stats: Mapping[str, float], seconds: float) -> None:
@@ -356,23 +374,3 @@ def _told_of_rollouts(refs: Sequence[GroupRef]) -> dict[str, float]:
         "reward_std": rewards.std() if rewards.size else math.nan,
         "tokens_generated": sum(sum(ref.generated) for ref in refs),
     }
-
-
-def _proximal(
-    plan: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], minibatches: Sequence[Batch], ranks: Peers
-) -> dict[int, Float32Array]:
-    """The proximal log-probs [T] of each trajectory, where they were computed: every rank's share. Collective.
-
-    Args:
-        plan: for each minibatch and rank, which trajectories are its share.
-        lengths: of each trajectory, in tokens.
-    """
-    mine = [batch.proximal for batch in minibatches if batch.proximal is not None]
-    found: dict[int, Float32Array] = {}
-    for rank, values in enumerate(ranks.gather_floats(np.concatenate([np.zeros(0, np.float32), *mine]))):
-        if values.size:
-            indices = [index for minibatch in plan for index in minibatch[rank]]
-            ends = np.cumsum([lengths[index] for index in indices])
-            assert values.size == ends[-1], (rank, values.size, ends[-1])
-            found |= dict(zip(indices, np.split(values, ends[:-1]), strict=True))
-    return found

@@ -25,7 +25,7 @@ from areal_hpc.errors import CorruptRecord
 from areal_hpc.report.inspect import show_step
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
-from areal_hpc.training.loop import LoopSettings, TrainingLoop
+from areal_hpc.training.loop import Checkpoints, Engines, LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import GroupRef, StopReason, Trajectory, TrajectoryGroup, WeightVersion
@@ -86,9 +86,8 @@ def train(
         backend=backend,
         fetch=one_by_one(fetch),
         reader=reader,
-        publish=lambda _version, _weights: {},
-        commit=lambda _step: None,
-        settle=lambda _wait: None,
+        engines=Engines(publish=lambda _version, _weights: {}),
+        checkpoints=Checkpoints(begin=lambda _step: None, settle=lambda _wait: None),
         journal=lambda _step, _trained: None,
         record=lambda _kind, values: records.append(dict(values)),
         **{"stop_requested": lambda: False, **hooks},

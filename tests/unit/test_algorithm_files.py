@@ -27,7 +27,7 @@ from areal_hpc.roles.wiring.training import make_backend
 from areal_hpc.rollout.rewards import gsm8k_answer
 from areal_hpc.tasks.sort_digits import SortDigits, reward
 from areal_hpc.training.batching import pack
-from areal_hpc.training.loop import LoopSettings, TrainingLoop
+from areal_hpc.training.loop import Checkpoints, Engines, LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.training.reference import ReferenceBackend
 from areal_hpc.types import Batch, StopReason, Trajectory, TrajectoryGroup
@@ -139,9 +139,8 @@ class Run:
             backend=self.backend,
             fetch=one_by_one(ring.reader.read),
             reader=ring.reader,
-            publish=lambda version, weights: {},
-            commit=lambda step: None,
-            settle=lambda wait: None,
+            engines=Engines(publish=lambda version, weights: {}),
+            checkpoints=Checkpoints(begin=lambda step: None, settle=lambda wait: None),
             journal=lambda step, trained: None,
             stop_requested=produce,
             record=lambda kind, values: self.records.append(dict(values)),
@@ -201,9 +200,8 @@ def test_ten_steps_on_given_answers_lower_the_loss(file: Path, quickstart_model:
         backend=backend,
         fetch=one_by_one(reader.read),
         reader=reader,
-        publish=keep_weights,
-        commit=lambda step: None,
-        settle=lambda wait: None,
+        engines=Engines(publish=keep_weights),
+        checkpoints=Checkpoints(begin=lambda step: None, settle=lambda wait: None),
         journal=lambda step, trained: None,
         stop_requested=lambda: False,
         record=lambda kind, values: records.append(dict(values)),

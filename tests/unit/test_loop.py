@@ -58,7 +58,7 @@ def test_slots_are_free_only_after_their_weights_are_published() -> None:
         outstanding.append(world.ring.reader.stats()["claimed"])
         return publish(version, weights)
 
-    world.loop.publish = watched
+    world.loop.engines.publish = watched
     world.run()
     assert outstanding == [0, 2]
     assert world.ring.reader.stats()["claimed"] == 0

@@ -78,7 +78,7 @@ def test_catching_up_does_not_lengthen_the_wait_for_a_batch() -> None:
     def slowly(version: int, weights: Any) -> None:
         world.now += 7.0
 
-    world.loop.catch_up = slowly
+    world.loop.engines.catch_up = slowly
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
         world.run()
     assert world.now < 60 + 7 + 7
@@ -99,7 +99,7 @@ def test_fault_40_a_checkpoint_makes_room_where_workers_begin_nothing_for_want_o
             produce()
         return False
 
-    world.loop.would_make_room, world.loop.stop_requested = space, begin_if_there_is_room
+    world.loop.checkpoints.would_make_room, world.loop.stop_requested = space, begin_if_there_is_room
     assert world.run() is True
     after = world.calls[world.calls.index("publish 1") + 1 :]
     assert after[:2] == ["commit 1", "durable"], "while step 2 is waited for"
@@ -109,7 +109,8 @@ def test_fault_40_a_checkpoint_makes_room_where_workers_begin_nothing_for_want_o
 
 def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
     world = World()
-    world.loop.would_make_room, world.loop.stop_requested = lambda: True, lambda: False  # and nobody produces
+    world.loop.checkpoints.would_make_room = lambda: True
+    world.loop.stop_requested = lambda: False  # and nobody produces
     ticks = itertools.count(step=20.0)
     world.loop.clock = lambda: next(ticks)
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
@@ -120,7 +121,7 @@ def test_a_checkpoint_that_made_no_room_ends_as_starvation() -> None:
 def test_fault_40_a_checkpoint_of_a_crowded_ring_comes_before_the_next_step_which_does_not_wait_for_it() -> None:
     """Once a step, and not where the step has one anyway."""
     world = World(total_steps=4, checkpoint_every=3)
-    world.loop.is_crowded = lambda: world.loop.step >= 2
+    world.loop.checkpoints.is_crowded = lambda: world.loop.step >= 2
     assert world.run() is True
     kept = [call for call in world.calls if call.startswith(("commit", "durable", "train"))]
     assert kept == ["train", "train", "commit 2", "train", "commit 3", "train", "commit 4", "durable"]
@@ -129,12 +130,12 @@ def test_fault_40_a_checkpoint_of_a_crowded_ring_comes_before_the_next_step_whic
 def test_fault_40_where_no_checkpoint_makes_room_the_run_ends_at_its_last_step_and_says_why() -> None:
     world = World()
     world.loop.stop_requested = lambda: False  # and nobody produces
-    world.loop.would_make_room = lambda: True
+    world.loop.checkpoints.would_make_room = lambda: True
 
     def refuse() -> None:
         raise ConfigError("buffer.max_mb: quota too small")
 
-    world.loop.require_room = refuse
+    world.loop.checkpoints.require_room = refuse
     with pytest.raises(ConfigError, match="quota too small"):
         world.loop.run()
     assert world.calls == ["commit 0", "durable"], "nothing is lost"
@@ -144,7 +145,7 @@ def test_fault_40_weights_that_wait_for_groups_without_room_end_the_run_as_well(
     """In deterministic training: the step is done, so no checkpoint can be made before its weights are published."""
     world = World(deterministic=True)
     world.begin_without(3)
-    world.loop.require_room = Mock(side_effect=[None, ConfigError("buffer.max_mb: quota too small")])
+    world.loop.checkpoints.require_room = Mock(side_effect=[None, ConfigError("buffer.max_mb: quota too small")])
     with pytest.raises(ConfigError, match="quota too small"):
         world.loop.run()
     assert world.calls[-1] == "journal 1", "weights were not published"
@@ -152,7 +153,7 @@ def test_fault_40_weights_that_wait_for_groups_without_room_end_the_run_as_well(
 
 def test_the_time_of_such_a_checkpoint_is_not_the_workers() -> None:
     world = World()
-    seconds, commit = [0.0], world.loop.commit
+    seconds, commit = [0.0], world.loop.checkpoints.begin
 
     def a_second_later() -> bool:
         seconds[0] += 1.0
@@ -162,7 +163,8 @@ def test_the_time_of_such_a_checkpoint_is_not_the_workers() -> None:
         seconds[0] += 1000.0
         commit(step)
 
-    world.loop.would_make_room, world.loop.commit, world.loop.stop_requested = lambda: True, slow, a_second_later
+    world.loop.checkpoints.would_make_room, world.loop.checkpoints.begin = lambda: True, slow
+    world.loop.stop_requested = a_second_later
     world.loop.clock = lambda: seconds[0]
     with pytest.raises(WaitTimeout, match=r"step 1 waited 60 s for a batch"):
         world.loop.run()
@@ -217,7 +219,7 @@ def test_what_became_durable_is_looked_at_before_each_step_and_in_each_wait() ->
             raise OSError(28, "No space left on device")
 
     world = World(total_steps=9, checkpoint_every=2)
-    world.loop.settle = fail
+    world.loop.checkpoints.settle = fail
     with pytest.raises(OSError, match="No space left"):
         world.run()
     assert world.calls[-1] == "commit 2"
@@ -243,7 +245,7 @@ def test_time_without_any_engine_is_no_starvation() -> None:
         return now[0]
 
     world.loop.clock = clock
-    world.loop.deserted_s = lambda: min(400.0, now[0])
+    world.loop.engines.deserted_s = lambda: min(400.0, now[0])
     with pytest.raises(WaitTimeout, match="step 1 waited 60 s for a batch"):
         world.run()
     assert 460.0 <= now[0] <= 500.0

@@ -242,8 +242,13 @@ class World:
             state=state,
             parent=parent,
             discover_s=0.0,
-            group_bytes=GROUP_BYTES,
-            groups_per_step=self.groups,
+            quota=Quota(
+                max_bytes=self.max_bytes,
+                group_bytes=GROUP_BYTES,
+                capacity=self.shape["capacity"],
+                num_writers=self.num_slots,
+                groups_per_step=self.groups,
+            ),
         )
         self.reader.write_start(self.version, "data", {})
         self.reader.release(self.version)

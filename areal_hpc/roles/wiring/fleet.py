@@ -21,6 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_hpc.config.derived import QUEUE_S
@@ -73,15 +74,24 @@ def nobody_comes_or_goes() -> tuple[Sequence[Engine], Collection[str]]:
     return (), ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Satellites:
+    """What brings engines to a run and takes them away again; by default nothing does."""
+
+    look: Look = nobody_comes_or_goes
+    desert_s: float | None = None
+    """Longest time without any engine, where satellites are to bring them; None where the run has engines of its own,
+    whose launcher watches them: ``Fleet``'s ``wait_s`` is enough for those."""
+    in_the_queue: Callable[[], bool] = lambda: False
+    """Whether satellites may be in Slurm's queue; while they are, ``desert_s`` does not run."""
+
+
 class Fleet:
     """The engines behind one transport.
 
     Args:
-        look: who has joined and who has left.
+        satellites: what brings more of them.
         wait_s: longest time in which nobody takes new weights.
-        desert_s: longest time without any engine, where satellites are to bring them; None where all engines are the
-            run's own, whose launcher watches them: ``wait_s`` is enough for those.
-        in_the_queue: whether satellites may be in Slurm's queue; while they are, ``desert_s`` does not run.
         min_mb_per_s: an update slower than this, in MiB/s to each engine, is warned of, once; 0 is never.
         stopping: whether the run is to stop, so that nobody needs engines any more.
         record: takes ``("engine", values)`` whenever one is lost, given up, left out or back.
@@ -94,10 +104,8 @@ class Fleet:
         transport: WeightTransport,
         *,
         run: RunCoroutine,
-        look: Look = nobody_comes_or_goes,
+        satellites: Satellites,
         wait_s: float,
-        desert_s: float | None = None,
-        in_the_queue: Callable[[], bool] = lambda: False,
         min_mb_per_s: float,
         stopping: Callable[[], bool],
         record: Callable[[str, Mapping[str, Any]], None],
@@ -105,13 +113,13 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._engines, self._transport, self._run, self._look = list(engines), transport, run, look
+        self._engines, self._transport, self._run = list(engines), transport, run
+        self._look, self._desert_s, self._in_the_queue = satellites.look, satellites.desert_s, satellites.in_the_queue
         self._new: set[str] = set()  # who has joined, and never had the newest weights
         self._deserted_since: float | None = None
         self._deserted_s = 0.0
-        self._wait_s, self._desert_s, self._stopping = wait_s, desert_s, stopping
+        self._wait_s, self._stopping = wait_s, stopping
         self._record, self._give_up = record, give_up
-        self._in_the_queue = in_the_queue
         self._counted_from = 0.0  # of a time without engines: since when none was in the queue
         self._clock, self._sleep = clock, sleep
         self._min_mb_per_s = min_mb_per_s

@@ -15,6 +15,7 @@ from areal_hpc.buckets import dtype_named
 from areal_hpc.buffer.archiver import Archiver
 from areal_hpc.buffer.offline import OfflineReader
 from areal_hpc.buffer.order import fixed_order
+from areal_hpc.buffer.quota import Quota
 from areal_hpc.buffer.reader import RingReader
 from areal_hpc.buffer.replay import ReplayReader
 from areal_hpc.buffer.scan import GroupFetcher, one_by_one
@@ -41,7 +42,7 @@ from areal_hpc.protocols import Fetch, TrainerBackend, WeightTarget, WeightTrans
 from areal_hpc.roles.process import RoleProcess
 from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.roles.wiring.engines import Roster
-from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, RunCoroutine, nobody_comes_or_goes
+from areal_hpc.roles.wiring.fleet import Fleet, NoEngines, RunCoroutine, Satellites
 from areal_hpc.run_dir import RunDir
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.transfer import GroupAddress
@@ -177,8 +178,7 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunC
         order=fixed_order(config),
         state=None if parent is None else parent.state["ring"],
         parent=None if parent is None else parent.version,
-        group_bytes=largest_group_bytes(config),
-        groups_per_step=config.algorithm.groups_per_step,
+        quota=_make_quota(config),
     )
     journal = Journal(process.run, process.epoch)
     roster = Roster(process)
@@ -188,10 +188,8 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunC
         clients,
         transport,
         run=run,
-        look=roster.look if takes_satellites(config) else nobody_comes_or_goes,
+        satellites=_satellites(process, roster),
         wait_s=config.limits.start_s,
-        desert_s=config.limits.join_s if awaits_satellites(config) else None,
-        in_the_queue=lambda: (told := alone(process.attempt)) is not None and told.is_in_the_queue(),
         min_mb_per_s=config.weights.min_mb_per_s,
         stopping=process.stopping,
         record=process.recorder.record,
@@ -205,6 +203,28 @@ def make_trainer_side(process: RoleProcess, parent: Checkpoint | None, run: RunC
         begin=lambda version, carried: reader.write_start(version, identity["fingerprint"], carried),
         archiver=_make_archiver(process),
         ring=reader,
+    )
+
+
+def _satellites(process: RoleProcess, roster: Roster) -> Satellites:
+    if not takes_satellites(process.config):
+        return Satellites()
+    return Satellites(
+        look=roster.look,
+        desert_s=process.config.limits.join_s if awaits_satellites(process.config) else None,
+        in_the_queue=lambda: (told := alone(process.attempt)) is not None and told.is_in_the_queue(),
+    )
+
+
+def _make_quota(config: Config) -> Quota | None:
+    if config.buffer.max_mb is None:
+        return None
+    return Quota(
+        max_bytes=int(config.buffer.max_mb * MIB),
+        group_bytes=largest_group_bytes(config),
+        capacity=ring_capacity(config),
+        num_writers=config.rollout.workers,
+        groups_per_step=config.algorithm.groups_per_step,
     )
 
 
