@@ -66,8 +66,14 @@ class RunDir:
             RunDirError: ``root`` holds no run.
         """
         run = cls(root.absolute())
-        if not run.config.is_file() and not (waiting and run.slurm.is_dir()):
-            raise RunDirError(f"{run.root} is not a run directory (no config.yaml); give the one that `run` printed")
+        if waiting and run.slurm.is_dir():
+            return run
+        lacks = "" if run.config.is_file() else "config.yaml"
+        # Many a project has a config.yaml of its own; a copy of a run may hold no more than one of these.
+        if not lacks and not any(room.is_dir() for room in (run.attempts, run.checkpoints, run.archive)):
+            lacks = "attempts, and no checkpoints"
+        if lacks:
+            raise RunDirError(f"{run.root} is not a run directory (no {lacks}); give the one that `run` printed")
         return run
 
     @property

@@ -87,6 +87,14 @@ def test_a_directory_without_a_run_is_one_line(
         assert f"{path} is not a run directory" in refused([command, str(path)], capsys)
 
 
+@pytest.mark.parametrize("command", ["status", "stop", "why", "logs", "report", "ledger", "inspect"])
+def test_a_project_with_a_config_of_its_own_is_no_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 3}\n", encoding="utf-8")
+    assert f"{tmp_path} is not a run directory (no attempts" in refused([command, str(tmp_path)], capsys)
+
+
 def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir.create(tmp_path / "run")
     publish(run.config, b"")
