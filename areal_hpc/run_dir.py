@@ -66,9 +66,9 @@ class RunDir:
             RunDirError: ``root`` holds no run.
         """
         run = cls(root.absolute())
+        lacks = "" if run.config.is_file() else "config.yaml"
         if waiting and run.slurm.is_dir():
             return run
-        lacks = "" if run.config.is_file() else "config.yaml"
         # Many a project has a config.yaml of its own; a copy of a run may hold no more than one of these.
         if not lacks and not any(room.is_dir() for room in (run.attempts, run.checkpoints, run.archive)):
             lacks = "attempts, and no checkpoints"

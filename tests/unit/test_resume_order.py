@@ -22,7 +22,7 @@ from areal_hpc.buffer.scan import one_by_one
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.config.schema import PromptsConfig
 from areal_hpc.prompts import Dataset, PromptStream
-from areal_hpc.training.loop import LoopSettings, TrainingLoop
+from areal_hpc.training.loop import Checkpoints, Engines, LoopSettings, TrainingLoop
 from areal_hpc.training.ranks import Ranks
 from areal_hpc.types import Batch, StopReason, Trajectory, TrajectoryGroup, WeightVersion
 
@@ -99,9 +99,8 @@ class Run:
             backend=self,
             fetch=one_by_one(self.ring.reader.read),
             reader=self.ring.reader,
-            publish=publish,
-            commit=self.commit,
-            settle=lambda wait: None,
+            engines=Engines(publish=publish),
+            checkpoints=Checkpoints(begin=self.commit, settle=lambda wait: None),
             journal=lambda step, trained: None,
             stop_requested=stopping,
             record=lambda kind, values: None,
