@@ -100,7 +100,8 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float) -> TCPStore:
 
     plain = unbracketed(host)
     family = socket.AF_INET6 if ":" in plain else socket.AF_INET
-    listener = socket.create_server((plain, 0), family=family)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((plain, 0))
     port = listener.getsockname()[1]
     return TCPStore(
         plain,
@@ -108,7 +109,7 @@ def host_store(host: str = "127.0.0.1", *, timeout_s: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),  # handed over; torch itself would listen on every interface
+        master_listen_fd=listener.detach(),  # handed over: torch listens, itself it would on every interface
     )
 
 

@@ -25,7 +25,8 @@ class RunDir:
                                      state.json mount.json, stall.txt where somebody got stuck,
                                      job.json in a Slurm job, seats/ of engines that joined,
                                      alone.json while there are none, launches/ of engines that span several nodes,
-                                     given_up/ of those that took no weights
+                                     given_up/ of those that took no weights, signing.so
+                                     where sockets are signed
     journal/e00000001.log            what each optimizer step of an attempt trained on (journal.py)
     ring/                            the rollout ring (epochs/ reg/ chains/ CONTROL.json)
     checkpoints/step-00000020.e00000001/
@@ -233,6 +234,11 @@ class AttemptDir:
     def mount(self) -> Path:
         """What the file system was found to offer when the attempt began."""
         return self.root / "mount.json"
+
+    @property
+    def signing(self) -> Path:
+        """What signs sockets in the attempt's processes; there if they are to (signing.py)."""
+        return self.root / "signing.so"
 
     @property
     def stop_request(self) -> Path:

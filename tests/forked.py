@@ -7,13 +7,17 @@ process = ForkedCommand(words, output, env)   the same from any process: a fork 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import inspect
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -26,6 +30,8 @@ from unittest import mock
 import psutil
 
 from areal_hpc.accelerator import REPRODUCIBLE
+from areal_hpc.config.cluster import SignSockets
+from areal_hpc.signing import provide
 
 SERVER = multiprocessing.get_context("forkserver")
 """Whose processes are forks of one that has imported what is in ``preloaded.py``."""
@@ -110,12 +116,22 @@ def _leave(main: Callable[[], int]) -> None:
         os._exit(code)
 
 
+@functools.cache
+def signing_library() -> str:
+    """That of this session; empty where there can be none, and runs make none either."""
+    directory = tempfile.mkdtemp(prefix="signing-")
+    atexit.register(shutil.rmtree, directory)
+    library = Path(directory) / "signing.so"
+    return "" if provide(library, SignSockets.AUTO) else str(library)
+
+
 class ForkedCommand:
     """``areal-hpc`` with ``words`` as a fork of the fork server; what the tests use of ``subprocess.Popen``."""
 
     def __init__(self, words: list[str], output: Path, env: dict[str, str]) -> None:
-        # With its first process the server starts, imports, and reads how its arithmetic is to be done.
-        with mock.patch.dict(os.environ, {**env, **REPRODUCIBLE}):
+        # With its first process the server starts, imports, and reads how its arithmetic is to be done. What signs
+        # sockets is loaded by an exec, so for its forks it must be there by then.
+        with mock.patch.dict(os.environ, {**env, **REPRODUCIBLE, "LD_PRELOAD": signing_library()}):
             self._process = SERVER.Process(target=_command, args=(words, output, env))
             self._process.start()
         assert self._process.pid is not None

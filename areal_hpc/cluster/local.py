@@ -29,6 +29,7 @@ from areal_hpc.config.derived import threads_of
 from areal_hpc.config.schema import Config
 from areal_hpc.privacy import open_private
 from areal_hpc.run_dir import AttemptDir, RunDir
+from areal_hpc.signing import signing_variables
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ Key = tuple[str, int]
 LAST_LINES = 15
 LAST_BYTES = 1 << 16
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+GROUPED = ("trainer", "generator", "part")
+"""Roles whose processes form groups, by sockets that ask for the run's secret (signing.py)."""
 LOOPBACK = "127.0.0.1"
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 NO_OWN_VARIABLES: Mapping[Key, Mapping[str, str]] = MappingProxyType({})
@@ -138,10 +141,12 @@ class LocalLauncher:
         self.running[role, index] = process
 
     def _environment(self, role: str) -> dict[str, str]:
-        """The caller's, with thread pools sized for the role: an idle pool that spins starves the other processes."""
+        """The caller's, with thread pools sized for the role: an idle pool that spins starves the other processes; and
+        with what signs the role's sockets."""
         threads = str(self.threads.get(role, 1))
         pools = dict.fromkeys(THREAD_VARIABLES, threads)
-        return {**os.environ, **pools, "TOKENIZERS_PARALLELISM": "false", **self.variables}
+        signing = signing_variables(self.attempt.signing, self.run.token, os.environ) if role in GROUPED else {}
+        return {**os.environ, **pools, "TOKENIZERS_PARALLELISM": "false", **signing, **self.variables}
 
     def died(self) -> list[Ended]:
         """The processes that have ended since the last call."""

@@ -24,6 +24,12 @@ class Shape(StrEnum):
     SATELLITES = "satellites"
 
 
+class SignSockets(StrEnum):
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Runtime(StrEnum):
     NONE = "none"
     APPTAINER = "apptainer"
@@ -148,6 +154,11 @@ class ClusterConfig:
     library. Empty: by the address that Slurm tells."""
     python: str = ""
     """Python interpreter on the nodes; empty is the one that submits, or in a container `python`."""
+    sign_sockets: SignSockets = SignSockets.AUTO
+    """Have Linux sign the connections that torch, gloo, NCCL and the engines open by themselves with the run's secret,
+    so that no other user of the machine or its network gets into them. `auto`: where the kernel can, and the run begins
+    beside a C compiler; `always`: or not at all. Costs bandwidth where NCCL goes over TCP (`never`, in a network that
+    only you reach)."""
 
 
 def seconds_of(limit: str) -> int | None:

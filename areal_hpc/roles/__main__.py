@@ -15,6 +15,7 @@ from areal_hpc.liveness.heartbeat import BEAT_S, beating
 from areal_hpc.privacy import umask_of
 from areal_hpc.roles.caches import use_own_caches
 from areal_hpc.roles.process import StopRequested, enter
+from areal_hpc.signing import require_signing
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     assert role in ROLES, role
     process = enter(role, int(index), Path(root), int(epoch), int(incarnation), parent=int(parent), host=host)
     try:
+        require_signing()
         use_own_caches(process.run.root, role, process.index)
         umask = umask_of(process.config.run_group)
         beat_s = min(BEAT_S, process.config.limits.quiet_s / 4)

@@ -23,6 +23,7 @@ from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
 from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.owner import Owner, whence
+from areal_hpc.config.cluster import Shape
 from areal_hpc.config.derived import is_served_by_others
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
@@ -43,6 +44,7 @@ from areal_hpc.roles.supervisor import Supervisor, judge_stopped, roles_of
 from areal_hpc.roles.wiring.carried import wandb_id
 from areal_hpc.roles.wiring.launchers import make_launcher
 from areal_hpc.run_dir import AttemptDir, RunDir
+from areal_hpc.signing import provide
 from areal_hpc.telemetry import Recorder, RecordReader, Trackers, open_sinks
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Attempts:
                     publish_json(attempt.resume_from, {"step": self.resume_from, "after": after})
                 publish(self.run.config, dump(self.config).encode())
                 make_key(self.run.token)
+                self._sign_sockets(attempt)
                 if self.reason:
                     recorder.record("restart", {"process": "run", "reason": self.reason, "pause_s": 0.0})
                 has_model = self._make_model(attempt, owner)
@@ -120,6 +123,11 @@ class Attempts:
                 publish_json(attempt.state, {"state": outcome, "about": why, **lost, **owner})
                 recorder.record("run", {"event": outcome})
         return outcome
+
+    def _sign_sockets(self, attempt: AttemptDir) -> None:
+        if unsigned := provide(attempt.signing, self.config.cluster.sign_sockets):
+            level = logging.INFO if self.config.cluster.shape is Shape.LOCAL else logging.WARNING
+            log.log(level, "connections between ranks ask for no secret (cluster.sign_sockets): %s", unsigned)
 
     def _why_stopped(self, attempt: AttemptDir) -> str:
         if self.lost:

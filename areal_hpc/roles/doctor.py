@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +28,12 @@ from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.owner import Machine, namesakes
 from areal_hpc.cluster.probe import clock_ahead_s
 from areal_hpc.cluster.site import het_problem, partitions, settings
-from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster import Shape, SignSockets
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import RunDirError
 from areal_hpc.mount import examine
 from areal_hpc.roles.provisions import missing
+from areal_hpc.signing import provide
 
 Verdict = Literal["ok", "warning", "wrong"]
 PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
@@ -59,7 +61,10 @@ def examine_site(config: Config, environment: Mapping[str, str] = os.environ) ->
     directory = next(place for place in (root, *root.parents) if place.is_dir())
     if config.cluster.shape is not Shape.LOCAL:
         yield from _scheduler(config)
-    yield from _file_system(config, directory)
+    file_system = list(_file_system(config, directory))
+    yield from file_system
+    if file_system[0].verdict != "wrong":
+        yield _signatures(config, directory)
     yield from _limits(environment)
     yield from _devices()
     lacks = list(missing(config))
@@ -180,6 +185,21 @@ def _limits(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             name="proxy", verdict="ok", found=f"{', '.join(proxies)} is set; the run's own traffic ignores it"
         )
+
+
+def _signatures(config: Config, directory: Path) -> Finding:
+    """Whether connections between ranks can ask for the run's secret: with this machine's kernel and compiler, from a
+    library in ``directory``."""
+    choice = config.cluster.sign_sockets
+    if choice is SignSockets.NEVER:
+        return Finding(name="signatures", verdict="ok", found="connections between ranks ask for no secret, as you say")
+    with tempfile.TemporaryDirectory(prefix=".areal-hpc-", dir=directory) as scratch:
+        problem = provide(Path(scratch) / "signing.so", SignSockets.AUTO)
+    if not problem:
+        return Finding(name="signatures", verdict="ok", found="connections between ranks ask for the run's secret")
+    verdict: Verdict = "wrong" if choice is SignSockets.ALWAYS else "warning"
+    advice = "without, whoever reaches the run's network can get into them; ask for whole nodes there"
+    return Finding(name="signatures", verdict=verdict, found=problem, advice=advice)
 
 
 def _devices() -> Iterator[Finding]:

@@ -60,10 +60,21 @@ def findings(config: Config, **environment: str) -> dict[str, Finding]:
 def test_on_one_machine_slurm_is_not_asked_for(tmp_path: Path) -> None:
     found = findings(config_of(tmp_path, "cluster.shape=local"), http_proxy="http://proxy:3128")
     assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(
-        ["file system", "clock", "ports", "proxy", "files"], "ok"
+        ["file system", "clock", "signatures", "ports", "proxy", "files"], "ok"
     )
     assert list(report_lines(list(found.values())))[-1] == "nothing is wrong"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("choice", "verdict"), [("auto", "warning"), ("always", "wrong"), ("never", "ok")])
+def test_a_machine_that_cannot_sign_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, verdict: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = findings(config_of(tmp_path, f"cluster.sign_sockets={choice}"))["signatures"]
+    assert found.verdict == verdict
+    assert ("there is no C compiler" in found.found) == (choice != "never")
 
 
 def test_a_machine_without_slurm_trains_by_itself_and_one_with_a_part_of_it_is_wrong(

@@ -37,6 +37,7 @@ GROUND = {
     "mount",
     "patience",
     "privacy",
+    "signing",
     "telemetry",
     "accelerator",
     "config",
