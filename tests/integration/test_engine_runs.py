@@ -9,6 +9,7 @@ import psutil
 import pytest
 from launched import STEPS, Launched, launched, newest_checkpoint, until
 from real_engines import REAL, SGLANG, START_S, RealEngine
+from strangers import REFUSED, SILENT, receptions
 from test_joined_run import satellite
 from test_live_roles import engine_events
 from tiny_models import make_model
@@ -46,6 +47,9 @@ def test_a_run_outlives_its_server_and_its_log_probs_are_the_trainers(
     words += ["model.lora.rank=4"] if trained == "adapters" else []
     with launched(tmp_path, tmp_path / "model", *words) as started:
         started.wait_for_step(2, LIMIT_S)
+        assert receptions(server_of(started)) == {REFUSED, SILENT}, (
+            "SGLang's own store and gloo's ports are signed, too"
+        )
         server_of(started).kill()
         assert started.wait(LIMIT_S) == 0, started.text
 

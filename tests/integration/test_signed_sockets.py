@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from launched import LIMIT_S, Launched, launched
-from strangers import OPEN, REFUSED, SILENT, listening, reception
+from strangers import OPEN, REFUSED, SILENT, reception, receptions
 
 from areal_hpc.config.cluster import SignSockets
 from areal_hpc.signing import provide, signing_variables
@@ -34,17 +33,16 @@ store.set("met", "yes")
 TWO_RANKS = ("trainer.ranks=2", "algorithm.minibatches=2", "trainer.total_steps=1000")
 
 
-def receptions(started: Launched) -> dict[str, set[str]]:
+def met_at(started: Launched) -> dict[str, set[str]]:
     """By role, what a stranger meets at the ports of its process."""
-    roles: dict[str, psutil.Process] = started.roles()
-    return {name: {reception(address) for address in listening([process])} for name, process in roles.items()}
+    return {name: receptions(process) for name, process in started.roles().items()}
 
 
 def test_every_port_of_a_run_asks_for_its_secret(model: Path, tmp_path: Path) -> None:
     """Stores of torch, gloo's pairs, HTTP: the run trains on while a stranger tries them all."""
     with launched(tmp_path, model, *TWO_RANKS, "cluster.sign_sockets=always") as started:
         started.wait_for_step(1)
-        met = receptions(started)
+        met = met_at(started)
         assert met["trainer-0"] == met["trainer-1"] == {SILENT}
         assert met["generator-0"] == {SILENT, REFUSED}
         assert OPEN not in set().union(*met.values()), met
@@ -54,7 +52,7 @@ def test_every_port_of_a_run_asks_for_its_secret(model: Path, tmp_path: Path) ->
 def test_without_signatures_whoever_reaches_the_ports_of_torch_is_let_in(model: Path, tmp_path: Path) -> None:
     with launched(tmp_path, model, *TWO_RANKS, "cluster.sign_sockets=never") as started:
         started.wait_for_step(1)
-        met = receptions(started)
+        met = met_at(started)
         assert not started.run.attempt(1).signing.exists()
     assert SILENT not in set().union(*met.values())
     assert OPEN in met["trainer-0"]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import strangers
 from cluster import SlurmCluster, wait_for
 from launched import arguments
 from slurm_runs import LONG, OVER, PATHS, areal, assert_finished_in_two_attempts, status, submit, wait_for_step
@@ -48,6 +49,12 @@ def test_a_heterogeneous_job_is_warned_of_its_end_and_goes_on_where_it_stopped(
         assert listening, "of ours"
         address = slurm.call("hostname", "-i", where=node).strip()
         assert {line.split()[3].rpartition(":")[0] for line in listening} <= {address, "127.0.0.1"}, listening
+    for name, node in (("trainer", trainer), ("generator", generation)):
+        met = slurm.call(sys.executable, strangers.__file__, str(hosts[name, 0]["pid"]), where=node).split()
+        assert strangers.SILENT in met, (
+            "torch's store and gloo hear who knows the secret, also where nobody asks for it"
+        )
+        assert strangers.OPEN not in met
 
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     # scancel does not wait until the controller has handed the signal on.
