@@ -21,13 +21,12 @@ The trainer's ranks are a group of their own, whose members are called "trainer-
     with meeting("the sum of gradients", group):
         dist.all_reduce(gradients, group=group)         has ended when the block does, on devices as well
 
-What these sockets ask for: nothing, alone among those of a run. torch's store takes no secret, and a secret in the
-names of its keys would hide nothing, since it lists them for whoever asks (torch 2.13, both of its servers); gloo and
-NCCL take no secret for their connections either. Who reaches a port can disturb a run, or read and alter what its ranks
-tell each other. So the store listens on one interface, loopback or the cluster's own, and on a port that only the run's
-private files tell; on nodes that others use at the same time that is all: ask for whole nodes (cluster.all.exclusive),
-and keep the interface of gloo and NCCL to the cluster's own network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With
-``weights.transport=disk`` and one trainer rank a run has no such socket.
+Who may connect: torch's store takes no secret (and lists its keys for whoever asks: torch 2.13, both of its servers),
+and gloo and NCCL take none. So the store listens on one interface, loopback or the cluster's own, on a port that only
+the run's private files tell, and Linux signs all these connections with the run's secret (signing.py). Where it does
+not, whoever reaches a port can disturb a run, or read and alter what its ranks tell each other: ask for whole nodes
+there (cluster.all.exclusive), and keep gloo and NCCL to the cluster's own network (GLOO_SOCKET_IFNAME,
+NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations

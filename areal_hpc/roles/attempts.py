@@ -23,7 +23,7 @@ from areal_hpc.buffer.epochs import check_fence, claim_epoch, read_start, sweep
 from areal_hpc.checkpoint import CHECKPOINT_NAME
 from areal_hpc.cluster.components import components_of
 from areal_hpc.cluster.owner import Owner, whence
-from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster import Shape, SignSockets
 from areal_hpc.config.derived import is_served_by_others
 from areal_hpc.config.describe import dump
 from areal_hpc.config.schema import Config
@@ -125,9 +125,14 @@ class Attempts:
         return outcome
 
     def _sign_sockets(self, attempt: AttemptDir) -> None:
-        if unsigned := provide(attempt.signing, self.config.cluster.sign_sockets):
-            level = logging.INFO if self.config.cluster.shape is Shape.LOCAL else logging.WARNING
+        cluster = self.config.cluster
+        if unsigned := provide(attempt.signing, cluster.sign_sockets):
+            level = logging.INFO if cluster.shape is Shape.LOCAL else logging.WARNING
             log.log(level, "connections between ranks ask for no secret (cluster.sign_sockets): %s", unsigned)
+        elif cluster.shape is not Shape.LOCAL and cluster.sign_sockets is not SignSockets.NEVER:
+            log.info(
+                "connections between ranks are signed; where NCCL goes over TCP, cluster.sign_sockets=never is faster"
+            )
 
     def _why_stopped(self, attempt: AttemptDir) -> str:
         if self.lost:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from launched import LIMIT_S, Launched, launched
+from signed import library_in
 from strangers import OPEN, REFUSED, SILENT, reception, receptions
 
-from areal_hpc.config.cluster import SignSockets
-from areal_hpc.signing import provide, signing_variables
+from areal_hpc.signing import signing_variables
 
 STORE = """
 import sys, socket
@@ -33,11 +33,34 @@ store.set("met", "yes")
 TWO_RANKS = ("trainer.ranks=2", "algorithm.minibatches=2", "trainer.total_steps=1000")
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return library_in(tmp_path_factory.mktemp("attempt"))
+
+
+def key_in(directory: Path, key: str) -> Path:
+    path = directory / key
+    path.write_text(key, encoding="ascii")
+    return path
+
+
+def started(code: str, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def met_at(started: Launched) -> dict[str, set[str]]:
     """By role, what a stranger meets at the ports of its process."""
     return {name: receptions(process) for name, process in started.roles().items()}
 
 
+@pytest.mark.usefixtures("library")
 def test_every_port_of_a_run_asks_for_its_secret(model: Path, tmp_path: Path) -> None:
     """Stores of torch, gloo's pairs, HTTP: the run trains on while a stranger tries them all."""
     with launched(tmp_path, model, *TWO_RANKS, "cluster.sign_sockets=always") as started:
@@ -56,30 +79,6 @@ def test_without_signatures_whoever_reaches_the_ports_of_torch_is_let_in(model: 
         assert not started.run.attempt(1).signing.exists()
     assert SILENT not in set().union(*met.values())
     assert OPEN in met["trainer-0"]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("attempt") / "signing.so"
-    assert provide(library, SignSockets.ALWAYS) == ""
-    return library
-
-
-def key_in(directory: Path, key: str) -> Path:
-    path = directory / key
-    path.write_text(key, encoding="ascii")
-    return path
-
-
-def started(code: str, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        env={**os.environ, **variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from signed import library_in
 
 from areal_hpc import signing
 from areal_hpc.config.cluster import SignSockets
@@ -20,9 +21,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("attempt") / "signing.so"
-    assert provide(library, SignSockets.ALWAYS) == ""
-    return library
+    return library_in(tmp_path_factory.mktemp("attempt"))
 
 
 def key_in(directory: Path, key: str) -> Path:
