@@ -19,6 +19,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import typing
 from array import array
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Split = Literal["train", "eval"]
 
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 FORMS = "a .jsonl or .parquet file, a directory written by `save_to_disk`, or a task module:Class"
 
 
@@ -239,6 +241,7 @@ def prompt_of(dataset: Dataset, config: PromptsConfig, row: int, position: int) 
 
 def _messages(prompt: Any, system: str, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str) and prompt.strip():
+        _require_text(prompt, where)
         before = ({"role": "system", "content": system},) if system else ()
         return (*before, {"role": "user", "content": prompt})
     if isinstance(prompt, list | tuple) and prompt:
@@ -255,7 +258,15 @@ def _message(message: Any, where: str) -> Message:
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(content, str | list) and not (content is None and calls):
         raise DataError(f"{where}: content must be a text or a list of parts, not {content!r:.80}; mend the row")
+    if isinstance(content, str):
+        _require_text(content, where)
     return {"content": content, **{key: value for key, value in message.items() if value is not None}}
+
+
+def _require_text(content: str, where: str) -> None:
+    """JSON can name half of a surrogate pair, which stands for no character: no tokenizer takes it."""
+    if found := HALF_A_PAIR.search(content):
+        raise DataError(f"{where}: \\u{ord(found[0]):x} is half of a character (a surrogate); mend the row")
 
 
 def check_rows(dataset: Dataset, config: PromptsConfig) -> None:

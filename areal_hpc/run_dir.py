@@ -13,6 +13,8 @@ from areal_hpc.fs import make_private_directory, names_in
 from areal_hpc.privacy import check_mode, make_root
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+OF_STEPS = re.compile(r"steps?-\d{8}.*\.e\d{8}")
+"""How the names of checkpoints and of archived steps begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ class RunDir:
         lacks = "" if run.config.is_file() else "config.yaml"
         if waiting and run.slurm.is_dir():
             return run
-        # Many a project has a config.yaml of its own; a copy of a run may hold no more than one of these.
-        if not lacks and not any(room.is_dir() for room in (run.attempts, run.checkpoints, run.archive)):
-            lacks = "attempts, and no checkpoints"
+        # Many a project has a config.yaml and checkpoints; a copy of a run may hold no more than one of these rooms.
+        if not lacks and not (run.attempts.is_dir() or _has_own(run.checkpoints) or _has_own(run.archive)):
+            lacks = "attempts, and no checkpoints of one"
         if lacks:
             raise RunDirError(f"{run.root} is not a run directory (no {lacks}); give the one that `run` printed")
         return run
@@ -163,14 +165,20 @@ class RunDir:
         return AttemptDir(self.attempts / f"{epoch:08d}")
 
     def all_attempts(self) -> list[AttemptDir]:
-        """Every attempt, oldest first, by listing."""
-        epochs = sorted(int(name) for name in names_in(self.attempts) if re.fullmatch(r"\d{8}", name))
+        """Every attempt, oldest first, by listing; a copy of a run may have none."""
+        names = names_in(self.attempts) if self.attempts.is_dir() else []
+        epochs = sorted(int(name) for name in names if re.fullmatch(r"\d{8}", name))
         return [self.attempt(epoch) for epoch in epochs]
 
     def newest_attempt(self) -> AttemptDir | None:
         """The attempt with the highest epoch; None before the first."""
         attempts = self.all_attempts()
         return attempts[-1] if attempts else None
+
+
+def _has_own(directory: Path) -> bool:
+    """Whether what a run has made of its steps is in a directory that may be another program's."""
+    return directory.is_dir() and any(OF_STEPS.match(name) for name in names_in(directory))
 
 
 @dataclass(frozen=True, slots=True)

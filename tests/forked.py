@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,6 @@ from areal_hpc.accelerator import REPRODUCIBLE
 from areal_hpc.config.cluster import SignSockets
 from areal_hpc.signing import provide
 
-SERVER = multiprocessing.get_context("forkserver")
-"""Whose processes are forks of one that has imported what is in ``preloaded.py``."""
-SERVER.set_forkserver_preload(["preloaded"])
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ROLE = re.compile(r"(trainer|generator|rollout|evaluator)-\d+")
 
@@ -117,6 +115,19 @@ def _leave(main: Callable[[], int]) -> None:
 
 
 @functools.cache
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Whose processes are forks of one that has imported what is in ``preloaded.py``.
+
+    As it starts it reads how its arithmetic is to be done, and loads what signs sockets: its forks can do neither.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["preloaded"])
+    with mock.patch.dict(os.environ, {**REPRODUCIBLE, "LD_PRELOAD": signing_library()}):
+        forkserver.ensure_running()
+    return server
+
+
+@functools.cache
 def signing_library() -> str:
     """That of this session; empty where there can be none, and runs make none either."""
     directory = tempfile.mkdtemp(prefix="signing-")
@@ -129,11 +140,8 @@ class ForkedCommand:
     """``areal-hpc`` with ``words`` as a fork of the fork server; what the tests use of ``subprocess.Popen``."""
 
     def __init__(self, words: list[str], output: Path, env: dict[str, str]) -> None:
-        # With its first process the server starts, imports, and reads how its arithmetic is to be done. What signs
-        # sockets is loaded by an exec, so for its forks it must be there by then.
-        with mock.patch.dict(os.environ, {**env, **REPRODUCIBLE, "LD_PRELOAD": signing_library()}):
-            self._process = SERVER.Process(target=_command, args=(words, output, env))
-            self._process.start()
+        self._process = fork_server().Process(target=_command, args=(words, output, env))
+        self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 

@@ -14,7 +14,7 @@ from areal_hpc.cluster.components import (
     satellite_of,
 )
 from areal_hpc.cluster.hetjob import FLAGS
-from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster import Shape, seconds_of
 from areal_hpc.config.derived import engine_ranks, model_ranks
 from areal_hpc.config.schema import Config
 
@@ -83,10 +83,22 @@ def _asked(component: Component) -> Iterator[str]:
     yield f"nodes={request.nodes}"
     if request.cpus:
         yield f"cpus={request.cpus}"
-    yield from (f"{name.replace('_', '-')}={value}" for name in FLAGS if (value := getattr(request, name)))
+    for name in FLAGS:
+        if value := getattr(request, name):
+            yield f"{name.replace('_', '-')}={value}" + (_length(value) if name == "time" else "")
     if request.exclusive:
         yield "whole nodes"
     yield from request.raw
+
+
+def _length(limit: str) -> str:
+    """A time limit in words: Slurm's 1:30 is less than many take it for."""
+    seconds = seconds_of(limit)
+    if seconds is None:
+        return ""
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    amounts = {"d": days, "h": hours, "min": minutes, "s": seconds % 60}
+    return f" ({' '.join(f'{amount} {unit}' for unit, amount in amounts.items() if amount)})"
 
 
 def _named(role: str, index: int, devices: tuple[int, ...]) -> str:

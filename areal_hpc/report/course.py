@@ -26,7 +26,7 @@ class Course:
 
     def told(self) -> dict[str, Any]:
         """``steps`` with one value each in ``reward``, ``reward_mean`` (of ten) and ``staleness``; null is unknown."""
-        for attempt in self._run.all_attempts() if self._run.attempts.is_dir() else []:
+        for attempt in self._run.all_attempts():
             reader = self._readers.setdefault(attempt.epoch, RecordReader(attempt.telemetry, ROLES))
             self._records += [record for record in reader.poll() if record.kind in ("step", "evaluation", "run")]
         summary = summarise(self._records)

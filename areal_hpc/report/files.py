@@ -119,7 +119,7 @@ def _weights_text(facts: Mapping[str, Any]) -> str:
 
 def _course(summary: Summary, facts: Mapping[str, Any], total_steps: int | None) -> list[tuple[str, str]]:
     return [
-        ("outcome", facts["outcome"] or "not recorded: it still runs, or was killed"),
+        ("outcome", facts["outcome"] or "not recorded; `areal-hpc status` tells whether it still runs"),
         ("attempts", _attempts_text(summary)),
         *([("restarts", _restarts_text(summary))] if summary.restarts else []),
         ("steps", f"{count(facts['last_step'])} of {count(total_steps)}"),

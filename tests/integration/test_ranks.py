@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from forked import SERVER
+from forked import fork_server
 from launched import CONFIG
 from torch.distributed import ProcessGroup
 
@@ -109,7 +109,7 @@ def test_code_that_wants_torchruns_variables_finds_the_store_of_rank_0(tmp_path:
     run.config.write_text(yaml.safe_dump({**CONFIG, "model": {"path": "none"}}), encoding="utf-8")
     run.attempt(1).create()
     words = [f"trainer.ranks={num_ranks}", "trainer.torchrun_variables=true", "cluster.shape=local"]
-    with ProcessPoolExecutor(num_ranks, mp_context=SERVER) as pool:
+    with ProcessPoolExecutor(num_ranks, mp_context=fork_server()) as pool:
         futures = [pool.submit(meet_by_environment, run.root, rank, words) for rank in range(num_ranks)]
         answers = [future.result(timeout=TIMEOUT_S) for future in futures]
     for rank, answer in enumerate(answers):

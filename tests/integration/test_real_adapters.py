@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import SERVER
+from forked import fork_server
 from real_engines import REAL, SGLANG, RealEngine, served
 from safetensors.torch import load_file
 from test_real_engines import PROMPT, TOLERANCE, asked, parameters, until_running
@@ -112,7 +112,7 @@ def rows_of(model: Path, adapters: Path | None, token_ids: Sequence[int]) -> Any
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Executor]:
-    with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
         yield pool
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import SERVER
+from forked import fork_server
 
 from areal_hpc.collective import host_store, join_group, leave_group
 from areal_hpc.config.schema import ParallelConfig
@@ -42,7 +42,7 @@ Run = Callable[..., list[Any]]
 @contextmanager
 def pool() -> Iterator[Run]:
     """Importing Megatron takes seconds: one process does it, and the ranks of all layouts in turn are its forks."""
-    with ProcessPoolExecutor(1, mp_context=SERVER, initializer=_become_parent) as parent:
+    with ProcessPoolExecutor(1, mp_context=fork_server(), initializer=_become_parent) as parent:
 
         def run(layout: str, function: Callable[..., Any], *args: Any) -> list[Any]:
             return parent.submit(_on_every_rank, layout, function, args).result()

@@ -93,6 +93,8 @@ def test_a_project_with_a_config_of_its_own_is_no_run(
 ) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {total_steps: 3}\n", encoding="utf-8")
     assert f"{tmp_path} is not a run directory (no attempts" in refused([command, str(tmp_path)], capsys)
+    (tmp_path / "checkpoints" / "global_step_3").mkdir(parents=True)
+    assert f"{tmp_path} is not a run directory (no attempts" in refused([command, str(tmp_path)], capsys)
 
 
 def test_stop_of_a_run_that_ended_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,21 @@ def test_the_plan_names_nodes_that_would_stand_idle(words: tuple[str, ...], advi
 
 
 @pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("1:30", "1:30 (1 min 30 s)"),
+        ("90", "90 (1 h 30 min)"),
+        ("1-06:00:00", "1-06:00:00 (1 d 6 h)"),
+        ("UNLIMITED", "UNLIMITED"),
+    ],
+)
+def test_the_plan_says_how_long_a_time_limit_is(limit: str, told: str) -> None:
+    """sbatch(1), --time; many take 1:30 for an hour and a half."""
+    config = config_of(f"cluster.all.time='{limit}'")
+    assert f"trainer      nodes=1, time={told}" in list(plan_lines(config, roles_of(config)))
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (("generation.tensor_parallel=6",), r"more than the 4 GPUs of a node, and they do not divide its 6 ranks"),

@@ -28,6 +28,7 @@ from areal_hpc.prompts import (
     check_rows,
     first_prompts,
     open_dataset,
+    prompt_of,
     stream_identity,
 )
 from areal_hpc.watermark import Watermark
@@ -208,6 +209,18 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> No
 )
 def test_a_row_that_is_no_prompt_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     assert message in refused(config_of(write_json(tmp_path / "rows.jsonl", [row])))
+
+
+def test_half_of_a_character_is_named(tmp_path: Path) -> None:
+    """RFC 8259, section 8.2: JSON can say a lone surrogate, which no UTF-8 can."""
+    (tmp_path / "text.jsonl").write_text('{"prompt": "a\\ud83d", "answer": 1}')
+    told = refused(config_of(tmp_path / "text.jsonl"))
+    assert r"row 0, column 'prompt': \ud83d is half of a character (a surrogate); mend the row" in told
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": 1}')
+    assert r"message 0: \udc00 is half of a character" in refused(config_of(tmp_path / "chat.jsonl"))
+    (tmp_path / "pair.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "answer": 1}')
+    config = config_of(tmp_path / "pair.jsonl")
+    assert prompt_of(open_dataset(config, "train", 1), config, 0, 0).messages[0]["content"] == "\U0001f600"
 
 
 def test_a_bad_row_is_found_before_the_run(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_best_evaluation_is_the_lowest_loss() -> None:
     facts = summary.facts()
     assert (facts["evaluation_best"], facts["evaluation_best_step"]) == (0.25, 1)
     assert dict(table(summary, 2, 0)) == {
-        "outcome": "not recorded: it still runs, or was killed",
+        "outcome": "not recorded; `areal-hpc status` tells whether it still runs",
         "attempts": "1, 0 steps taken back by restarts",
         "steps": "2 of 2",
         "loss": "0.6 (first 10 steps) to 0.6 (last 10)",

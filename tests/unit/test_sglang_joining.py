@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import SERVER
+from forked import fork_server
 
 from areal_hpc.collective import host_store, join_group, leave_group, limit_of
 from areal_hpc.generation.served import entering
@@ -101,7 +101,7 @@ def sends(address: GroupAddress) -> None:
 
 def takes_part(engine: Scheduler, address: GroupAddress) -> None:
     """The group forms, and what is sent comes."""
-    with ProcessPoolExecutor(1, mp_context=SERVER) as trainer:
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as trainer:
         sent = trainer.submit(sends, address)
         assert until(lambda: engine.join(address)).success
         received = torch.zeros(3)
