@@ -154,8 +154,8 @@ class EngineClient:
         """
         if (address := self.moved()) is not None:
             self.incarnation = address.incarnation
+            self._know_nothing()  # before anything is awaited: whoever is cancelled there leaves nothing half done
             await self._http.move(address.url, address.token)
-            self._know_nothing()
         status, answer = await self._http.call("GET", "/health", None, self.limits.probe_s)
         self._http.accepted("/health", status, answer)
         self._capabilities = None  # it may be another process by now

@@ -384,6 +384,27 @@ def test_H17_an_update_that_its_old_process_missed_is_not_held_against_the_new_o
     asyncio.run(scenario())
 
 
+def test_who_is_cancelled_on_the_way_to_a_new_process_holds_nothing_of_the_old_one_against_it() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with running(engine) as url:
+            address = Address(url=url)
+            client = EngineClient("fake-0", url, locate=lambda: address)
+            engine.faults["/update_weights_from_disk"] = [400]
+            with pytest.raises(WeightUpdateError):
+                await client.load_directory("/w", 1)
+            address = Address(url=url, incarnation=1)
+            reaching = asyncio.create_task(client.reach())
+            await asyncio.sleep(0)  # it waits for the connections to the old process to close
+            reaching.cancel()
+            await asyncio.gather(reaching, return_exceptions=True)
+            assert client.moved() is None
+            assert (await client.generate(request())).token_ids.tolist() == expected_tokens(PROMPT, 8)
+            await client.close()
+
+    asyncio.run(scenario())
+
+
 def test_H17_a_process_that_got_the_port_of_a_dead_engine_is_not_taken_for_it() -> None:
     """It asks for another token, so it never reads the request; the router may give it to another engine."""
 
