@@ -75,6 +75,8 @@ class Storm:
     def start(self, *words: str) -> None:
         """Start the run, or continue it."""
         line = ["run", str(self.directory / "config.yaml"), f"run_root={self.directory}", f"model.path={self.model}"]
+        if self.how is not How.PROCESSES:
+            line.append("cluster.sign_sockets=never")  # what signs them is loaded by an exec, and these are forks
         if self.how is How.STAND_INS:
             line.append("evaluation.every_steps=0")
         line += ["--resume", *words] if newest_epoch(self.run) else words
@@ -269,10 +271,8 @@ class Storm:
         if self.ended() is None:
             self.kill(Victim.EVERYTHING)
         saved = prove_run(self.run).checkpoint  # the killed attempt may have come further than six steps
-        last = 6 + max(
-            0 if saved is None else saved.step,
-            *(start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))),
-        )
+        begun = [start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))]
+        last = 6 + max([0 if saved is None else saved.step, *begun])
         self.start(f"trainer.total_steps={last}")
         self.until(lambda: False, LIMIT_S)
         if (code := self.ended()) != 0:
