@@ -32,6 +32,12 @@ MEANINGS: Final[Mapping[int, str]] = {
 """What each tells whoever started the command."""
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal, as in ``kill -l``: Python has none of its own for most of the real-time signals."""
+    known = {one.value: one.name for one in signal.Signals}
+    return known.get(number, f"SIGRTMIN{number - signal.SIGRTMIN:+d}")
+
+
 def exit_lines() -> list[str]:
     """The table as ``areal-hpc --help`` shows it."""
     return [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]

@@ -37,6 +37,20 @@ def fsync_directory(path: Path) -> None:
             os.close(fd)
 
 
+def make_durable(directory: Path) -> None:
+    """Make everything in ``directory``, at any depth, survive a power cut; its own name is its parent's affair.
+
+    Call it before the directory is renamed to what others look for: a rename may be durable sooner than the data.
+    """
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            fsync_directory(path)
+        else:
+            with naming(path), path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_directory(directory)
+
+
 @contextmanager
 def _temporary(path: Path, data: bytes, *, secret: bool = False, durable: bool = True) -> Iterator[Path]:
     """A private file with ``data`` beside ``path``, for the block to rename or remove; gone if that fails."""

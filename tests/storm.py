@@ -28,22 +28,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import yaml
 from forked import fork, preload, role_name
+from storm_terms import CONFIG, PHASES, WEIGHTS, How, Outcome, Phase, Victim
 
 from areal_hpc.buffer.epochs import lineage, newest_epoch, read_start
 from areal_hpc.checkpoint import PENDING_NAME
 from areal_hpc.fs import publish_json, read_json
-from areal_hpc.report import Breach, Proof, prove_run
+from areal_hpc.report import prove_run
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import RecordReader
 from areal_hpc.types import WeightVersion
@@ -52,109 +51,6 @@ LIMIT_S = 120.0
 """Longest wait for anything; far more than it takes on a busy machine."""
 MOST_FAILURES = 5
 """A storm that found so many says nothing new any more."""
-CONFIG: dict[str, Any] = {
-    "name": "run",
-    "model": {"max_tokens": 64},
-    "prompts": {"train": "tiny_task:Numbers", "eval": "tiny_task:Numbers", "limit": 24},
-    "rollout": {
-        "reward": "tiny_task:uneven",
-        "group_size": 2,
-        "concurrency": 4,
-        "attempts": 1,
-        "workers": 2,
-        "reward_workers": 1,
-        "sampling": {"max_new_tokens": 8},
-    },
-    "buffer": {"max_staleness": 1, "commit_s": 0.02},
-    "algorithm": {"groups_per_step": 2},
-    "trainer": {"total_steps": 1_000_000, "optimizer": {"lr": 1.0e-4}},
-    "weights": {"bucket_mb": 0.02},
-    "checkpoint": {"every_steps": 2},
-    "evaluation": {"every_steps": 10, "num_prompts": 2, "at_start": False},
-}
-"""A data epoch is 12 steps or fewer, so that several end during a storm; some prompts fail and some are filtered."""
-
-
-class Phase(StrEnum):
-    """What the attempt was at when it was hit."""
-
-    START = "start"
-    STEP = "step"
-    BROADCAST = "broadcast"
-    CHECKPOINT = "checkpoint"
-
-
-class How(StrEnum):
-    """How real the run is."""
-
-    PROCESSES = "processes"
-    FORKS = "forks"
-    STAND_INS = "stand-ins"
-
-
-class Victim(StrEnum):
-    """Who is killed."""
-
-    TRAINER = "trainer"
-    GENERATOR = "generator"
-    ROLLOUT = "rollout"
-    EVALUATOR = "evaluator"
-    LAUNCHER = "launcher"
-    EVERYTHING = "everything"
-    FROZEN = "launcher, trainer frozen"
-
-
-WEIGHTS = {
-    Victim.TRAINER: 6,
-    Victim.GENERATOR: 4,
-    Victim.ROLLOUT: 4,
-    Victim.EVALUATOR: 1,
-    Victim.LAUNCHER: 2,
-    Victim.EVERYTHING: 4,
-    Victim.FROZEN: 1,
-}
-PHASES = {Phase.START: 3, Phase.STEP: 4, Phase.BROADCAST: 4, Phase.CHECKPOINT: 4}
-
-
-@dataclass
-class Outcome:
-    """What a storm found so far; plain data, so that a storm can be broken off and continued."""
-
-    kills: int = 0
-    attempts: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-    victims: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, int] = field(default_factory=dict)
-    to_first_step: list[float] = field(default_factory=list)
-    """Seconds from the command to the attempt's first optimizer step."""
-    from_start_record: list[float] = field(default_factory=list)
-    """Of those, the seconds after the trainer's start record; before it come interpreters, imports and the model."""
-
-    def facts(self, proof: Proof) -> dict[str, Any]:
-        breaches = Counter(violation.breach for violation in proof.violations)
-        return {
-            "kills": self.kills,
-            "attempts": self.attempts,
-            "lost": breaches[Breach.LOST],
-            "twice": breaches[Breach.TWICE],
-            "failed_resumes": len(self.failures),
-            "failures": self.failures,
-            "kills_by_victim": self.victims,
-            "kills_by_phase": self.phases,
-            "seconds_to_first_step": quantiles(self.to_first_step),
-            "seconds_from_start_record": quantiles(self.from_start_record),
-            "seconds": round(self.seconds, 1),
-            "proof": proof.facts(),
-        }
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, 95th percentile and number of ``values``; None of none."""
-    if not values:
-        return None
-    median, p95 = np.quantile(values, [0.5, 0.95])
-    return {"median": round(float(median), 2), "p95": round(float(p95), 2), "number": len(values)}
 
 
 class Storm:
@@ -179,6 +75,8 @@ class Storm:
     def start(self, *words: str) -> None:
         """Start the run, or continue it."""
         line = ["run", str(self.directory / "config.yaml"), f"run_root={self.directory}", f"model.path={self.model}"]
+        if self.how is not How.PROCESSES:
+            line.append("cluster.sign_sockets=never")  # what signs them is loaded by an exec, and these are forks
         if self.how is How.STAND_INS:
             line.append("evaluation.every_steps=0")
         line += ["--resume", *words] if newest_epoch(self.run) else words
@@ -373,10 +271,8 @@ class Storm:
         if self.ended() is None:
             self.kill(Victim.EVERYTHING)
         saved = prove_run(self.run).checkpoint  # the killed attempt may have come further than six steps
-        last = 6 + max(
-            0 if saved is None else saved.step,
-            *(start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))),
-        )
+        begun = [start.version.step for e in range(1, self.epoch + 1) if (start := read_start(self.run, e))]
+        last = 6 + max([0 if saved is None else saved.step, *begun])
         self.start(f"trainer.total_steps={last}")
         self.until(lambda: False, LIMIT_S)
         if (code := self.ended()) != 0:

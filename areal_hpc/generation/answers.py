@@ -69,10 +69,11 @@ def request_body(request: GenerationRequest, rid: str, so_far: Sequence[int]) ->
 
 
 def narrowed_body(body: Mapping[str, Any], narrowed: Narrowed) -> dict[str, Any]:
-    """``body``, of a request that narrows the distribution, so that log-probs come back of what is left of it.
+    """``body`` of a request with top-k, top-p or min-p, so that the log-probs in the answer are those of the truncated
+    and renormalised distribution that tokens are sampled from.
 
     Raises:
-        BadAnswer: the engine would tell other ones.
+        BadAnswer: the engine cannot report them.
     """
     if narrowed is Narrowed.NEVER:
         raise BadAnswer(
@@ -87,7 +88,8 @@ def narrowed_body(body: Mapping[str, Any], narrowed: Narrowed) -> dict[str, Any]
 
 
 def new_tokens(on_tokens: Callable[[Sequence[int]], None]) -> Callable[[Any], None]:
-    """What to do with each event of a streamed answer, which has all tokens so far: tell those not told yet."""
+    """A callback for the events of a streamed answer. Each event repeats all tokens so far; ``on_tokens`` gets the new
+    ones."""
     told = 0
 
     def tell(event: Any) -> None:

@@ -22,13 +22,13 @@ writes all of them each time, so there must be few: 288 a day cost little."""
 
 
 class Narrowed(StrEnum):
-    """How log-probs of a distribution that top-k, top-p or min-p have narrowed are to be had."""
+    """When an engine reports log-probs of the distribution that is left by top-k, top-p and min-p, renormalised."""
 
     ALWAYS = "always"
     ASKED = "asked"
     """If the request asks for them, and has a top-k that bounds them."""
     NEVER = "never"
-    """They would be those of the whole distribution, which was not sampled from."""
+    """It reports those of the full distribution, which is not the one that tokens are sampled from."""
 
 
 class PauseMode(StrEnum):
@@ -55,9 +55,10 @@ class Capabilities:
     deltas: bool
     """It takes what has changed of a tensor."""
     stages: bool
-    """It puts what it receives beside the weights that it samples with, so that it need not pause for that."""
+    """It receives new weights into a second buffer while it samples on, and pauses only to put them into place."""
     manifests: bool
-    """It is SGLang with our code in its workers, which reads what a bucket holds from its load format."""
+    """It is SGLang with this package's plugin in its workers, which reads checksums and deltas of a bucket from the
+    request's load format (``manifest.py``)."""
     queue_s: float | None
     """Its queue is ordered by priority numbers, lower ones first, which requests get by time: the seconds from one
     number to the next. None where the order is that in which requests came."""
@@ -67,8 +68,8 @@ class Capabilities:
 
     @classmethod
     def read(cls, info: Mapping[str, Any]) -> Capabilities:
-        """From SGLang's ``version``, and from ``areal_hpc``, which only servers of our own have; of an SGLang with our
-        code in its workers, each of these tells it."""
+        """From the answer of ``/server_info``: ``version`` is SGLang's; a top-level ``areal_hpc`` is there only on
+        servers of our own; in ``internal_states`` it comes from our plugin in SGLang's workers."""
         numbers = [int(part) for part in str(info.get("version", "")).split(".")[:3] if part.isdecimal()]
         ours = info.get("areal_hpc") or {}
         workers = [state.get("areal_hpc") or {} for state in info.get("internal_states") or ()]

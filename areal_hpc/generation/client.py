@@ -83,8 +83,8 @@ class EngineClient:
         token: what its server asks for, or the file that holds it; empty for none.
         version: weights it was started with, for engines that call them "default".
         incarnation: which of the processes that have been this engine answers at ``url``.
-        yields_s: for so long after a request has come others may still go before it, where the engine orders its
-            queue; for longer where its order is coarser (``Capabilities.queue_s``).
+        yields_s: lowers the priority of this client's requests, where the engine orders its queue: one is served as if
+            it had arrived so many seconds later, rounded up to the queue's resolution (``Capabilities.queue_s``).
         locate: where the engine is now, for one that is started again elsewhere after its death; asked by ``reach``.
         routing: of its model, if every answer is to come with the experts that computed it.
     """
@@ -115,7 +115,7 @@ class EngineClient:
         self._know_nothing()
 
     def _know_nothing(self) -> None:
-        """Nothing is known of an engine's new process, and nothing that its old one was told holds for it."""
+        """Reset all that is known of the engine's process, or was told to it: for a new process none of it holds."""
         self.version = self._initial
         self._capabilities: Capabilities | None = None
         self._has_sessions = True  # /begin_weight_update exists, until it answers 404
@@ -154,8 +154,8 @@ class EngineClient:
         """
         if (address := self.moved()) is not None:
             self.incarnation = address.incarnation
+            self._know_nothing()  # before anything is awaited: whoever is cancelled there leaves nothing half done
             await self._http.move(address.url, address.token)
-            self._know_nothing()
         status, answer = await self._http.call("GET", "/health", None, self.limits.probe_s)
         self._http.accepted("/health", status, answer)
         self._capabilities = None  # it may be another process by now
@@ -306,7 +306,7 @@ class EngineClient:
         await self._order("/destroy_weights_update_group", {"group_name": group_name}, also=400)
 
     async def prepare(self) -> Reception:
-        """Leave behind whatever an update that failed has left. How buckets are taken."""
+        """Clear what a failed update has left, before the next one; returns how this engine takes buckets."""
         try:
             capabilities = await self._probed()
             if self._in_session and not capabilities.stages:  # either answer leaves none open; who stages drops it

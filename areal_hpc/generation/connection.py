@@ -132,14 +132,14 @@ class Connection:
 
     async def move(self, url: str, token: str | Path) -> None:
         """Talk to another address from now on. What is under way at the old one is lost."""
-        await self.close()
         self.url, self._token = url.rstrip("/"), token
+        await self.close()
 
     async def close(self) -> None:
-        """Close what is open; a later call opens it again."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Close what is open; a later call opens it again, also one that is made while the old connections close."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def _exchange(
         self, method: str, path: str, body: Any, limit_s: float, each: Callable[[Any], None] | None

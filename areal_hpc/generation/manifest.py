@@ -1,5 +1,5 @@
-"""What a bucket holds, as the engine at hand is told: in fields of their own where the server is ours, and where SGLang
-has our code in its workers, written so that it carries it there, as the name of a load format:
+"""How an engine is told what a bucket holds, checksums and deltas: a server of our own in fields of its request, an
+SGLang with our plugin in its workers in the name of the load format, which it hands on to them:
 
     areal_hpc:{"checksums": [...], "nums_changed": [...]}
 

@@ -360,7 +360,9 @@ class Router:
         except (GenerationError, OSError) as error:  # also of the file that says where it is now
             self._put_out(member, str(error))
             return
-        if version < self._expected:
+        if member.engine.name in self._away:  # it has left while it was asked
+            self._put_out(member, AWAY)
+        elif version < self._expected:
             self._put_out(member, f"it serves version {version} where {self._expected} is expected")
             member.behind.set()
         else:

@@ -141,7 +141,7 @@ class Attempts:
         return verdict or asked_by(attempt, self.signals)
 
     def _make_model(self, attempt: AttemptDir, owner: Mapping[str, Any]) -> bool:
-        """Whether there is a model, made now if need be; else somebody asked for a stop while it was made."""
+        """Make the model if it is missing. False if a stop was asked for while it was being made."""
         path = self.config.model.path
         if Path(path).is_dir():
             return True

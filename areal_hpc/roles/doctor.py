@@ -134,7 +134,13 @@ def _partitions(config: Config) -> Iterator[Finding]:
     """Whether the partitions that the run names are there."""
     cluster = config.cluster
     named = {one.partition for one in (cluster.all, cluster.trainer, cluster.generation, cluster.rollout)} - {""}
+    if not named:
+        return
     asked = _call(["sinfo", "--noheader", "--format", "%R|%a"])
+    if asked.returncode:
+        said = asked.stderr.strip() or f"sinfo ended with code {asked.returncode}"
+        yield Finding(name="partition", verdict="warning", found=said, advice="ask again when Slurm answers")
+        return
     known = {line.split("|")[0]: line.split("|")[1] for line in asked.stdout.split()}
     for name in sorted(part for text in named for part in text.split(",")):
         if name not in known:

@@ -1,4 +1,4 @@
-"""A satellite's eye on its own engines: one that the run has given up ends, so that its devices are free for another.
+"""A satellite watches its own engines: one that the run has given up ends, so that its devices are free for another.
 
 look()            each second, from the satellite's watchdog
   seat is held    nothing

@@ -8,7 +8,7 @@ Of a run that trains adapters these alone, as ``peft`` has them, or with ``--mer
     ... that is of adapters alone       ──> these, without any model; merged they go by the reference backend
 
 What is written are the weights as the engines served them: rounded to ``model.dtype``, while the checkpoint holds the
-float32 masters as well. The directory appears whole or not at all.
+float32 masters as well. The directory appears whole or not at all, and survives a power cut.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from areal_hpc.buffer.epochs import history
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config, ParallelConfig, TrainerBackendName
 from areal_hpc.errors import CheckpointError, DataError
+from areal_hpc.fs import fsync_directory, make_durable
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
@@ -56,6 +57,7 @@ def export(run: RunDir, step: int | None, target: Path, *, merged: bool = False)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         _write(config, found.path, temporary, merged=merged)
+        make_durable(temporary)  # who has exported a checkpoint may delete the run
         _give_name(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone by its name, if all went well
@@ -80,6 +82,7 @@ def _give_name(temporary: Path, target: Path) -> None:
         if not target.exists():
             raise
         raise DataError(f"{target} was written by somebody else meanwhile; give another name") from error
+    fsync_directory(target.parent)
 
 
 def find(run: RunDir, step: int | None) -> checkpoint.Checkpoint:

@@ -184,7 +184,7 @@ def _others_serve(run: RunDir, job: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a run stands, for who wants to serve it."""
+    """The state of a run, as a process sees it that wants to serve it."""
 
     state: str
     attempt: AttemptDir | None = None

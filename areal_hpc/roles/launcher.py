@@ -198,7 +198,7 @@ def _is_told_by_slurm(config: Config, signals: Signals) -> bool:
 
 
 def _has_no_more_to_do(run: RunDir, config: Config) -> bool:
-    """Whether a person asked for the stop, in a Slurm job: the batch script asks for more time for any other."""
+    """Whether the stop of a Slurm job was a person's request: after any other, such as the time limit, it goes on."""
     last = run.newest_attempt()
     return config.cluster.shape is not Shape.LOCAL and last is not None and last.stop_request.exists()
 

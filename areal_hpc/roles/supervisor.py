@@ -22,7 +22,7 @@ from areal_hpc.cluster.remote import RemoteLauncher
 from areal_hpc.config.recipes import is_offline
 from areal_hpc.config.schema import Config, LimitsConfig
 from areal_hpc.errors import AttemptFailed, NodeLost, RoleDied
-from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_USER_ERROR
+from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_STOPPED, EXIT_USER_ERROR, signal_name
 from areal_hpc.liveness.stacks import Process
 from areal_hpc.roles.restarts import pause_before_restart
 
@@ -182,7 +182,7 @@ def fate(ended: Ended) -> str:
     """Who ended, and how."""
     if ended.code >= 0:
         return f"{ended.name} ended with exit code {ended.code}"
-    return f"{ended.name} ended with signal {-ended.code} ({signal.Signals(-ended.code).name})"
+    return f"{ended.name} ended with signal {-ended.code} ({signal_name(-ended.code)})"
 
 
 def node_lost(launcher: LocalLauncher | RemoteLauncher, ended: Ended) -> NodeLost:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ConfigError, RewardError, RewardRaised
+from areal_hpc.exits import signal_name
 from areal_hpc.rollout.reward_worker import LENGTH
 from areal_hpc.types import Prompt
 from areal_hpc.waits import REWARD_PROCESS, waiting
@@ -157,7 +158,7 @@ class _Worker:
             await asyncio.sleep(0.005)
         if code is None or code >= 0:
             return f"its process ended with exit code {code}"
-        return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process was ended by {signal_name(-code)}"
 
 
 class RewardPool:

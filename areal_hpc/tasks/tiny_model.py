@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from areal_hpc.errors import DataError
-from areal_hpc.fs import fsync_directory
+from areal_hpc.fs import fsync_directory, make_durable
 from areal_hpc.tasks.lesson import Lesson, Turn
 from areal_hpc.tasks.sort_digits import SortDigits
 
@@ -98,7 +97,7 @@ def make(path: Path, seed: int, recipe: Recipe = Recipe(), lesson: Lesson | None
         teacher.teach_skill()
         teacher.teach_habits()
         _write_model(model, directory)
-        _make_durable(directory)
+        make_durable(directory)
         directory.rename(path)
     fsync_directory(path.parent)
 
@@ -112,14 +111,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _make_durable(directory: Path) -> None:
-    for file in directory.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    fsync_directory(directory)
 
 
 def _rows(seed: int) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
-from storm import How, blow
+from storm import blow
+from storm_terms import How
 from tiny_models import make_model
 
 RESULT = Path(__file__).with_suffix(".json")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from embedded_process import MAX_RUNNING, embedded
+from generators import PROMPT, Opens, asked, assert_logprobs, kept, logits, opened, run, tagged
 from real_engines import MAX_RUNNING as REAL_MAX_RUNNING
 from real_engines import MAX_TOKENS, SGLANG, VLLM, served
 from speaking_model import END, SAYS, TURN, make_speaking_model
@@ -30,17 +30,11 @@ from areal_hpc.dialogue.tool_calls import kinds_of
 from areal_hpc.dialogue.tool_formats import FORMATS, ToolFormat
 from areal_hpc.errors import GenerationError, RequestRefused
 from areal_hpc.generation.client import EngineClient
-from areal_hpc.generation.router import Router
-from areal_hpc.generation.scripted import ScriptedGenerator
-from areal_hpc.types import Completion, GenerationRequest, Sampling, StopReason
+from areal_hpc.types import Completion, StopReason
 
-PROMPT = (72, 101, 108, 108, 111)
 LONG_PROMPT = tuple(range(40, 90))
 AFTER_A_TURN = (*PROMPT, END)
-TOLERANCE = 1e-4
-"""Nats, in float32."""
 REAL = [pytest.param(engine.name, marks=getattr(pytest.mark, engine.name)) for engine in (SGLANG, VLLM)]
-Opens = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
@@ -87,35 +81,7 @@ def opener(request: pytest.FixtureRequest, kind: str) -> Opens:
         else request.getfixturevalue(f"{kind}_url" if kind in ("sglang", "vllm") else "engine_url")
     )
 
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[Any]:
-        made: Any
-        if kind == "scripted":
-            made = ScriptedGenerator(
-                lambda asked: [(7 * k + len(asked.token_ids)) % 200 for k in range(2000)], token_s=0.001
-            )
-        else:
-            made = EngineClient("engine-0", url, token="secret")
-            made = Router([made]) if kind == "router" else made
-        try:
-            yield made
-        finally:
-            await made.close()
-
-    return opened
-
-
-def asked(num: int, request_id: str = "r", prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> GenerationRequest:
-    options = {"temperature": 0.0, "ignore_eos": True} | sampling
-    return GenerationRequest(request_id=request_id, token_ids=prompt, sampling=Sampling(max_new_tokens=num, **options))
-
-
-def run(generator: Opens, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
-    async def body() -> Any:
-        async with generator() as made:
-            return await scenario(made)
-
-    return asyncio.run(body())
+    return lambda: opened(kind, url)
 
 
 def test_every_token_has_a_log_prob_and_a_version(generator: Opens) -> None:
@@ -176,13 +142,6 @@ def test_a_request_that_the_engine_refuses_is_a_generation_error(kind: str, requ
         await stranger.close()
 
     asyncio.run(scenario())
-
-
-def tagged(schema: Any, *, at_least_one: bool = False) -> str:
-    content = {"type": "json_schema", "json_schema": schema}
-    tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
-    found = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag], "at_least_one": at_least_one}
-    return json.dumps({"type": "structural_tag", "format": found})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -262,20 +221,6 @@ def test_tokens_are_told_as_they_come_and_are_the_answers(generator: Opens) -> N
     run(generator, scenario)
 
 
-def logits(judge: tuple[Path, Any], prompt: tuple[int, ...], completion: Completion) -> torch.Tensor:
-    """What the judge says before each sampled token: logits [T, V]."""
-    with torch.no_grad():
-        whole = judge[1](torch.tensor([[*prompt, *completion.token_ids.tolist()]])).logits[0].double()
-    return whole[len(prompt) - 1 : -1]
-
-
-def assert_logprobs(completion: Completion, told: torch.Tensor, temperature: float = 1.0) -> None:
-    """``told``: the judge's logits."""
-    sampled = torch.tensor(completion.token_ids.astype(np.int64))[:, None]
-    expected = torch.log_softmax(told / temperature, -1).gather(1, sampled)[:, 0]
-    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 def test_log_probs_are_those_of_the_model_at_the_sampling_temperature(
     engine: Opens, judge: tuple[Path, Any], temperature: float
@@ -292,22 +237,6 @@ def test_greedy_takes_the_likeliest_and_tells_its_log_prob_at_temperature_one(
     told = logits(judge, LONG_PROMPT, completion)
     assert completion.token_ids.tolist() == told.argmax(-1).tolist()
     assert_logprobs(completion, told)
-
-
-def kept(
-    probabilities: torch.Tensor, *, top_k: int = 10_000, top_p: float = 1.0, min_p: float = 0.0, in_turn: bool
-) -> torch.Tensor:
-    """Which tokens [T, V] may be sampled, by the definitions of top-k, nucleus and min-p sampling.
-
-    Args:
-        in_turn: the nucleus is that of what the other two leave, and not of the whole.
-    """
-    ordered, order = probabilities.sort(dim=-1, descending=True)
-    inside = (torch.arange(ordered.shape[1]) < top_k) & (ordered >= min_p * ordered[:, :1])
-    left = ordered * inside if in_turn else ordered
-    left = left / left.sum(-1, keepdim=True)
-    inside &= left.cumsum(-1) - left < top_p
-    return torch.zeros_like(inside).scatter(1, order, inside)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import google_crc32c
 import pytest
 from launched import REPOSITORY, environment, newest_checkpoint
 from stand_ins import ROWS
-from storm import CONFIG, How, Phase
+from storm_terms import CONFIG, How, Phase
 from tiny_models import make_model
 
 from areal_hpc.cli import main

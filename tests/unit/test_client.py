@@ -1,4 +1,4 @@
-"""The client against a fake engine: answers, faults, what it is refused, and an engine that has moved."""
+"""The client against a fake engine: answers, faults, and what it is refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driven import GROUP, PROMPT, SPECS, drive, request, until, update
-from fake_engine import TOKEN, FakeEngine, expected_tokens, running
+from driven import GROUP, PROMPT, drive, request, until, update
+from fake_engine import TOKEN, FakeEngine, expected_tokens
 
 from areal_hpc.errors import GenerationError, RequestRefused, WeightUpdateError
 from areal_hpc.generation.client import EngineClient, Limits
-from areal_hpc.generation.connection import Address, EngineLost, EngineRefused
+from areal_hpc.generation.connection import EngineLost, EngineRefused
 from areal_hpc.routing import Routing
 from areal_hpc.types import StopReason
 
@@ -330,70 +330,3 @@ def test_a_probe_tells_the_version_or_fails() -> None:
         drive(FakeEngine(info={"quarantined": True}), lambda client: client.probe())
     with pytest.raises(GenerationError, match="'v1'"):
         drive(FakeEngine(version="v1"), lambda client: client.probe())
-
-
-def test_H17_a_client_follows_its_engine_to_where_it_was_started_again() -> None:
-    """What the old process was told does not hold for the new one: it starts with nothing."""
-
-    async def scenario() -> None:
-        old, new = FakeEngine(version="0"), FakeEngine(version="0", sessions=False)
-        address: list[Address] = []
-        async with running(new) as new_url:
-            async with running(old) as old_url:
-                client = EngineClient("fake-0", old_url, locate=lambda: address[-1] if address else None)
-                await client.pause()
-                await client.load_bucket("g", SPECS)
-                await client.resume(7)
-                assert await client.probe() == 7
-            with pytest.raises(EngineLost):
-                await client.generate(request())
-            address.append(Address(url=new_url, incarnation=1))
-            assert client.moved() == address[-1]
-            assert await client.probe() == 0
-            assert client.moved() is None
-            assert (await client.generate(request())).token_ids.tolist() == expected_tokens(PROMPT, 8)
-            await client.pause()
-            await client.load_bucket("g", SPECS)
-            await client.resume(8)
-            assert await client.probe() == 8
-            await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_H17_an_update_that_its_old_process_missed_is_not_held_against_the_new_one() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        async with running(engine) as url:
-            address = Address(url=url, incarnation=1)
-            client = EngineClient("fake-0", url, locate=lambda: address)
-            await client.reach()
-            engine.faults["/update_weights_from_disk"] = [400]
-            with pytest.raises(WeightUpdateError):
-                await client.load_directory("/w", 1)
-            with pytest.raises(GenerationError, match="serves nothing"):
-                await client.generate(request())
-            await client.reach()
-            with pytest.raises(GenerationError, match="serves nothing"):
-                await client.generate(request())
-            address = Address(url=url, incarnation=2)
-            await client.reach()
-            await client.generate(request())
-            await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_H17_a_process_that_got_the_port_of_a_dead_engine_is_not_taken_for_it() -> None:
-    """It asks for another token, so it never reads the request; the router may give it to another engine."""
-
-    async def scenario() -> None:
-        engine = FakeEngine(faults={"/server_info": [401]})
-        async with running(engine) as url:
-            client = EngineClient("fake-0", url)
-            with pytest.raises(EngineRefused, match="another process may have its port"):
-                await client.generate(request())
-            assert "/generate" not in engine.paths()
-            await client.close()
-
-    asyncio.run(scenario())

@@ -122,6 +122,24 @@ def test_a_cancelled_request_leaves_no_connection_behind_for_the_next() -> None:
     assert num_connections(engine) == 2
 
 
+def test_a_call_that_is_made_while_old_connections_close_goes_to_the_new_address() -> None:
+    old, new = FakeEngine(), FakeEngine()
+
+    async def scenario(http: Connection) -> None:
+        assert await generate(http) == 200
+        async with running(new) as url:
+            moving = asyncio.create_task(http.move(url, "another"))
+            await asyncio.sleep(0)  # it waits for the kept connection to close
+            assert not moving.done()
+            assert [await generate(http) for _ in range(2)] == [200] * 2
+            await moving
+            assert await generate(http) == 200
+
+    drive(old, scenario)
+    assert (len(old.calls), len(new.calls)) == (1, 3)
+    assert [headers.get("Authorization") for headers in new.headers] == ["Bearer another"] * 3
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 def test_events_are_told_one_by_one_however_they_are_cut(chunk: int) -> None:
     events = [{"output_ids": list(range(number))} for number in range(4)]

@@ -123,6 +123,15 @@ def test_a_partition_that_is_not_there(tmp_path: Path, commands: Path, partition
     assert (found["partition"].verdict if "partition" in found else None) == verdict
 
 
+def test_a_sinfo_that_does_not_answer_is_not_taken_for_a_site_without_partitions(
+    tmp_path: Path, commands: Path
+) -> None:
+    scontrol(commands)
+    command(commands, "sinfo", "echo 'slurm_load_partitions: timed out' >&2; exit 1")
+    found = findings(config_of(tmp_path, "cluster.shape=split", "cluster.all.partition=gpu"))["partition"]
+    assert (found.verdict, found.found) == ("warning", "slurm_load_partitions: timed out")
+
+
 def test_a_controller_of_another_time_is_warned_of(tmp_path: Path, commands: Path) -> None:
     scontrol(commands, at=time.time() - 100)
     clocks = [one for one in examine_site(config_of(tmp_path, "cluster.shape=split"), {}) if one.name == "clock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,26 @@ def test_B3_of_two_exports_to_one_name_one_writes_it_and_the_other_says_so(
     assert [path.name for path in began] == ["step-00000020.e00000001", "step-00000010.e00000001"]
     assert (tmp_path / "out" / "config.json").read_text() == "step-00000010.e00000001"
     assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
+
+
+def test_an_export_is_durable_before_it_has_its_name_and_then_the_name_is(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "model", "qwen3", 1, hidden_size=32, intermediate_size=48)
+    synced: list[Path] = []
+
+    def write(_: Config, source: Path, target: Path, *, merged: bool) -> None:
+        (target / "deep").mkdir(parents=True)
+        for name in ("config.json", "deep/weights"):
+            (target / name).write_text("x")
+
+    monkeypatch.setattr(module, "_write", write)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
+    export(run, 20, tmp_path / "out")
+    *inside, top, parent = synced
+    assert top.name.startswith(".out.") and top.name.endswith(".tmp")
+    assert sorted(str(path.relative_to(top)) for path in inside) == ["config.json", "deep", "deep/weights"]
+    assert parent == tmp_path
 
 
 def test_an_export_that_fails_leaves_nothing_behind(run: RunDir, tmp_path: Path) -> None:

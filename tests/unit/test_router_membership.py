@@ -11,7 +11,7 @@ import pytest
 from router_stubs import Stub, drive, request, until
 
 from areal_hpc.generation.connection import EngineLost
-from areal_hpc.generation.router import Router
+from areal_hpc.generation.router import Capacity, Router
 
 
 class Fluctuating:
@@ -101,6 +101,34 @@ def test_an_answer_that_somebody_has_heard_a_part_of_is_not_begun_anew() -> None
             await asking
 
     fluctuate(scenario)
+
+
+def test_one_that_left_while_it_was_asked_whether_it_lives_is_not_taken_back() -> None:
+    async def scenario(router: Router, stubs: list[Stub], world: Fluctuating) -> None:
+        leaving, other = stubs
+        lives = asyncio.Event()
+
+        async def probe() -> int:
+            await lives.wait()
+            return 1
+
+        leaving.probe, other.version = probe, 1  # type: ignore[method-assign]
+        running = [asyncio.create_task(router.generate(request(name, num=num))) for name, num in (("a", 10), ("b", 25))]
+        await until(lambda: leaving.served and other.served)
+        expecting = asyncio.create_task(router.expect(1))
+        await asyncio.sleep(0)
+        world.away.add(leaving.name)
+        await until(lambda: leaving.name in router.out())
+        waiting = asyncio.create_task(router.generate(request("c", num=10)))
+        await asyncio.sleep(0.01)
+        lives.set()
+        await expecting
+        leaving.gate.set()
+        other.gate.set()
+        await asyncio.gather(*running, waiting)
+        assert (leaving.served, other.served) == (["a"], ["b", "c"])
+
+    fluctuate(scenario, num=2, capacity=Capacity(max_tokens=30))
 
 
 def test_one_that_is_leaving_finishes_what_it_has_and_gets_nothing_new() -> None:

@@ -118,6 +118,7 @@ def test_nobody_is_replaced_once_another_attempt_owns_the_run(world: World) -> N
         ([("trainer", 75)], "trainer-0 ended with exit code 75"),
         ([("trainer", 1)], "trainer-0 ended with exit code 1"),
         ([("trainer", 1), ("generator", -9)], "generator-0 ended with signal 9 (SIGKILL)"),
+        ([("trainer", -35)], "trainer-0 ended with signal 35 (SIGRTMIN+1)"),
     ],
 )
 def test_a_trainer_that_ends_too_early_ends_the_attempt_with_the_likeliest_cause_and_its_last_lines(

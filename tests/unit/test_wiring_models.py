@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,24 @@ def test_B3_of_runs_that_make_one_model_at_once_one_writes_it_and_all_take_it(
     assert (path / "config.json").read_text() == (path / "model.safetensors").read_text()
     assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
     assert [one.name for one in path.parent.iterdir()] == ["tiny"]
+
+
+def test_what_a_maker_has_written_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny"
+    synced: list[Path] = []
+
+    def make(target: Path, seed: int) -> None:
+        target.mkdir()
+        (target / "model.safetensors").write_text(str(seed))
+
+    monkeypatch.setattr(models, "dotted", lambda *_: make)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
+    make_model(config_of(path, 1))
+    file, directory, parent = synced
+    assert (file.name, file.parent, directory.name, parent) == ("model.safetensors", directory, "tiny", tmp_path)
+    assert directory != path  # still under the name that nobody looks for
 
 
 def test_B3_a_model_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Adapters on weights that stay as they are: the only thing that an update replaces, so that it is small and soon done.
+"""LoRA adapters on frozen weights: an update replaces the adapters alone, so that it is small and soon done.
 
 The weights are not touched: what an adapter adds is computed beside them, as the trainer does. So nothing is rounded
 into them, there is one copy of them, and an old set of adapters is replaced by a new one between two forward passes.

@@ -40,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """The adapters of the parts of one fused matrix."""
+    """The low-rank adapters of one fused matrix: x -> scale * up(down(x)) for each of its adapted parts."""
 
     down: torch.Tensor  # [parts * rank, inputs]
     ups: tuple[tuple[slice, torch.Tensor], ...]  # of each part its rows of the fused output, and [its outputs, rank]
@@ -80,7 +80,7 @@ class WeightSet(ABC):
 
     @abstractmethod
     def adapters(self, layer: int) -> LayerAdapters:
-        """What a forward pass adds to those of a layer."""
+        """The adapters that a forward pass adds to the matrices of decoder layer ``layer``."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -192,8 +192,8 @@ class Parameters(WeightSet):
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Weight]], held: WeightSet | None = None) -> frozenset[str]:
-        """The same for the whole model. A tied one takes a whole ``lm_head.weight`` that equals its embedding; buffers
-        that old checkpoints carry are left out.
+        """As ``WeightSet.load``, for the whole model. One with tied embeddings also takes an ``lm_head.weight``, if it
+        equals the embedding; buffers that old checkpoints carry are ignored.
 
         Raises:
             WeightUpdateError: as there, or such a head is another.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from areal_hpc.collective import bracketed
 from areal_hpc.errors import DataError
 from areal_hpc.generation.embedded.engine import EmbeddedEngine
 from areal_hpc.generation.embedded.scheduler import PAUSE, QUARANTINE
@@ -49,7 +50,7 @@ async def start_server(engine: EmbeddedEngine, *, host: str = "127.0.0.1", token
     await runner.setup()
     await web.TCPSite(runner, host, 0).start()
     port = runner.addresses[0][1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}", runner
+    return f"http://{bracketed(host)}:{port}", runner
 
 
 def _weight_routes(engine: EmbeddedEngine) -> list[web.RouteDef]:

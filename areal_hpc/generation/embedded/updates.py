@@ -135,7 +135,7 @@ class WeightUpdates:
                 arrived = self._or_quarantine(lambda: receive(self._groups[group], specs, checked))
             session.settle()
             session.loading = self._loader.submit(self._or_quarantine, lambda: self._load(session, arrived))
-            session.manner(version, flush_cache=flush_cache)
+            session.note_options(version, flush_cache=flush_cache)
 
     def _receive_flattened(self, group: dist.ProcessGroup, specs: Sequence[TensorSpec], checked: bool) -> Arrived:
         buffer = self._memory.take(sum(map(num_bytes, specs)))

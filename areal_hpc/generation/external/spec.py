@@ -18,7 +18,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one node holds of a server that spans several."""
+    """One node's part of a server that spans several nodes."""
 
     num_nodes: int
     node: int
@@ -51,17 +51,17 @@ class ServerSpec:
     version: str = "0"
     """Version of the weights in ``model_path``."""
     update_timeout_s: float = 120.0
-    """Longest time of one step of a weight update, where the engine is told."""
+    """Longest time of one step of a weight update, in seconds; not every engine is told it."""
     keeps_weights: bool = False
-    """Whether an engine whose worker is ours keeps a copy, against which changes alone may come."""
+    """Whether its workers keep a copy of the weights in host memory, so that an update may send deltas."""
     lora: LoraConfig = NO_LORA
-    """Adapters that updates bring alone; the worker merges them."""
+    """Where its rank is not 0: updates bring only these adapters, and the worker merges them into the model."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by the engine's names, which win over what is chosen here."""
+    """Arguments under the engine's own names; they override those chosen here."""
 
 
 def named(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``extra`` by names with underscores, however a person wrote them."""
+    """``extra`` with normalised names: no leading dashes, underscores in place of dashes."""
     return {name.lstrip("-").replace("-", "_"): value for name, value in extra.items()}
 
 
@@ -80,7 +80,7 @@ def argument(name: str, value: Any) -> list[str]:
 
 
 def words(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> list[str]:
-    """A command line of ``arguments``, in which those of ``extra`` win."""
+    """The words of a command line: ``arguments``, overridden by ``extra``."""
     return [word for name, value in ({**arguments, **named(extra)}).items() for word in argument(name, value)]
 
 

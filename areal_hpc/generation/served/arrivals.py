@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Arrivals:
-    """What a worker has of the trainer's."""
+    """The state of weight updates in one worker: groups it has joined, weights it holds, weights it has received."""
 
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     keeps: bool = False

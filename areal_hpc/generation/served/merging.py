@@ -31,7 +31,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def order(model_path: str, dtype: str, lora: LoraConfig) -> dict[str, Any] | None:
-    """What a worker in another process is told, as JSON has it; None where the model itself is trained."""
+    """JSON data that tells a worker in another process which adapters to merge into which model; None where the model
+    itself is trained."""
     if lora.rank == 0:
         return None
     terms = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
@@ -39,12 +40,12 @@ def order(model_path: str, dtype: str, lora: LoraConfig) -> dict[str, Any] | Non
 
 
 def lora_of(order: Mapping[str, Any]) -> LoraConfig:
-    """Which adapters these are, of such an order."""
+    """The adapters' configuration, from such an order."""
     return LoraConfig(**{**order["lora"], "target_modules": tuple(order["lora"]["target_modules"])})
 
 
 class Merging:
-    """What one worker has of the frozen model.
+    """Merges adapters into the frozen model's weights, which one worker holds.
 
     Args:
         order: as the function of that name makes it.

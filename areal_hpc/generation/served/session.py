@@ -28,8 +28,9 @@ class Session:
             raise WeightUpdateError(f"parameters {sorted(twice)[:3]} came twice in one update; send each once")
         self.names |= coming
 
-    def manner(self, version: str | None, *, flush_cache: bool) -> None:
-        """What a bucket wants of the update's end; the last one that names a version wins."""
+    def note_options(self, version: str | None, *, flush_cache: bool) -> None:
+        """Note what a bucket's request asks of the end of the update. The last version named counts; the cache is
+        flushed if any bucket asks for it."""
         self.version = version or self.version
         self.flush_cache |= flush_cache
 

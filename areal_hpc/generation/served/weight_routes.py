@@ -122,7 +122,7 @@ class WeightRoutes:
                 specs,
                 flattened=load_format == FLATTENED,
                 checked=body.get("checksums") is not None,
-                **_manner(body),
+                **_options(body),
             )
         )
         return outcome(True, f"Loaded {len(specs)} tensors.")
@@ -134,7 +134,7 @@ class WeightRoutes:
     async def from_disk(self, request: web.Request) -> web.Response:
         body = await read_body(request)
         directory = Path(text_field(body, "model_path"))
-        num_paused = await _run(lambda: self._updates.load_directory(directory, **_manner(body)))
+        num_paused = await _run(lambda: self._updates.load_directory(directory, **_options(body)))
         return outcome(True, f"Loaded {directory}.", num_paused_requests=num_paused)
 
     async def name_version(self, request: web.Request) -> web.Response:
@@ -174,8 +174,8 @@ class ParameterRoutes:
         return web.json_response(await _run(lambda: self._updates.first_values(name, num)))
 
 
-def _manner(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the two ways of loading have in common, with SGLang's defaults."""
+def _options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that both ways of loading share, with SGLang's defaults."""
     version = body.get("weight_version")
     return {
         "version": None if version is None else str(version),

@@ -70,7 +70,7 @@ def _is_ours(request: Any) -> bool:
 
 @dataclass(slots=True)
 class Staged:
-    """What this rank has received and not loaded.
+    """The weight update of this rank: what it has received and not loaded yet.
 
     Args:
         limit_s: longest wait for the thread that receives.

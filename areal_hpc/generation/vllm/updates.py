@@ -87,9 +87,9 @@ class WeightUpdates:
         stored = read_shapes(engine.model_path)
         trained = {name: stored[name] for name in trainable(stored, engine.model_path)}
         self._shapes = trained if adapters is None else travelling_shapes(trained, lora_of(adapters))
-        """All that an update must hold,"""
+        """Names and shapes of the tensors that an update must hold."""
         self._optional = {HEAD} - trained.keys() if adapters is None else set()
-        """and what it may: whatever a trainer calls the head of a model that has none of its own."""
+        """Names that it may hold besides: the output head of a model that ties it to the embedding."""
 
     @property
     def is_open(self) -> bool:
@@ -159,7 +159,7 @@ class WeightUpdates:
             told = [asdict(spec) for spec in specs]
             with waiting("a bucket of weights", LEADER, limit_s=self._timeout_s):
                 self._taking(lambda: self._come(group, told, checked=checked))
-            session.manner(version, flush_cache=flush_cache)
+            session.note_options(version, flush_cache=flush_cache)
 
     def end(self) -> None:
         """Close the update: all parameters have come. Closing twice is closing once."""

@@ -78,7 +78,7 @@ class Receiver:
         return entry.done()
 
     def areal_leave(self, name: str) -> None:
-        """Be no member of a group, whether it has formed or not."""
+        """Leave a group, also one that has not formed yet."""
         self.areal_arrivals.groups.pop(name, None)
         if (entry := self.areal_entries.pop(name, None)) is not None:
             leave(entry)
@@ -113,7 +113,7 @@ class Receiver:
         return self._areal_coming is None
 
     def areal_ready(self) -> bool:
-        """Whether all is there that does not come."""
+        """Whether the frozen weights have been read that adapters are merged into; true where no adapters come."""
         return self.areal_arrivals.is_ready()
 
     def areal_load(self, loaded: str) -> None:
@@ -148,7 +148,7 @@ class Receiver:
         self.areal_load(loaded)
 
     def areal_replace(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the model apart, layer by layer, and put it together of ``weights``."""
+        """Reload the model from ``weights``, layer by layer; it cannot compute meanwhile."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

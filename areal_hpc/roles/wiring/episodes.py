@@ -72,7 +72,13 @@ async def record_routing(router: Router, record: Record) -> None:
 
 
 async def postpone_while_deserted(router: Router, postpone: Callable[[float], None], every_s: float) -> None:
-    """Let no time count for episodes in which no engine was there: satellites may be in Slurm's queue for hours."""
+    """Extend the time limits of running episodes by the time in which no engine was there: satellites may be in Slurm's
+    queue for hours.
+
+    Args:
+        postpone: extends them by so many seconds.
+        every_s: how often, in seconds, it is asked whether any engine is there.
+    """
     while True:
         was_deserted, began = router.is_deserted(), time.monotonic()
         await asyncio.sleep(every_s)
@@ -82,7 +88,7 @@ async def postpone_while_deserted(router: Router, postpone: Callable[[float], No
 
 @asynccontextmanager
 async def patiently(config: Config, router: Router, postpone: Callable[[float], None]) -> AsyncIterator[None]:
-    """Postpone while inside, where satellites are awaited."""
+    """``postpone_while_deserted`` as long as this lasts; nothing where no satellites are awaited."""
     if not awaits_satellites(config):
         yield
         return

@@ -1,4 +1,5 @@
-"""Rank 0's engines in the course of a run: who takes part in updates, who came back, how long none may be there.
+"""The engines as rank 0 keeps them up to date: who takes part in weight updates, who came back, how long none may be
+there.
 
     an engine's process dies        a publish names it, and goes on with those that are left
     its launcher starts another     the endpoint names a new incarnation: the engine is behind

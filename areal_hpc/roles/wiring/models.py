@@ -10,7 +10,7 @@ from areal_hpc.config.derived import exported_model
 from areal_hpc.config.paths import FROM_HERE
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import DataError
-from areal_hpc.fs import fsync_directory
+from areal_hpc.fs import fsync_directory, make_durable
 from areal_hpc.roles.export import export
 from areal_hpc.roles.wiring.dotted import dotted
 from areal_hpc.run_dir import RunDir
@@ -62,6 +62,7 @@ def make_model(config: Config) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as making:
         made = Path(making) / path.name
         maker(made, config.seed)
+        make_durable(made)  # a maker need not: it is anybody's code
         try:
             made.rename(path)
         except OSError:

@@ -116,7 +116,7 @@ def _interpreter(config: Config) -> str:
 
 
 def seed_of(config: Config, engine: int) -> int:
-    """Replicas differ in what they sample."""
+    """The sampling seed of one engine replica: each has another, so that they do not sample the same."""
     return config.seed * 1009 + engine
 
 

@@ -37,7 +37,7 @@ class ServedEngine:
     load: Callable[[], Awaitable[Mapping[str, Any]]]
     """The version served, sequences running and queued, tokens sampled since the start and, of late, per second."""
     death: Callable[[], Awaitable[ArealError]]
-    """What is to be raised of one that is not alive any more, or does not answer."""
+    """The error to raise for an engine that has ended, or does not answer."""
 
 
 def serve_engine(process: RoleProcess) -> AbstractAsyncContextManager[ServedEngine]:

@@ -271,7 +271,7 @@ def make_transport(process: RoleProcess, targets: Sequence[WeightTarget]) -> Wei
 
 
 def _frozen_bytes(config: Config) -> int | None:
-    """Bytes of the weights in whose place adapters are sent; None where it is the weights that are."""
+    """Size in bytes of the model's weights, where adapters are sent in their place; None where the model is sent."""
     if config.model.lora.rank == 0 or takes_whole(config):
         return None
     return _num_parameters(config) * dtype_named(config.model.dtype).itemsize
