@@ -157,8 +157,17 @@ def _start_path(run: RunDir, epoch: int) -> Path:
 
 
 def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
-    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
+    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent.
+
+    Raises:
+        RunDirError: there are checkpoints, and nothing that says how they follow from each other.
+    """
     started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
+    if not started and run.checkpoints.is_dir() and any(name.startswith("step-") for name in names_in(run.checkpoints)):
+        raise RunDirError(
+            f"{_directory(run)} holds no start record, without which no checkpoint of {run.root} can be gone on from; "
+            "restore ring/ from a copy, or set another `name`"
+        )
     lineage: dict[int, int | None] = {}
     attempt, last = (started[-1], None) if started else (0, None)
     while attempt:

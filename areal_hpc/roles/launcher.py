@@ -17,12 +17,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from areal_hpc import checkpoint
-from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
+from areal_hpc.buffer.epochs import load_lineage, newest_epoch
 from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
-from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
@@ -35,6 +34,7 @@ from areal_hpc.privacy import umask_of
 from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.preparation import prepare
+from areal_hpc.roles.resuming import recorded
 from areal_hpc.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -217,12 +217,14 @@ def check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None
 
     Raises:
         RunDirError: there is one, and ``resume`` is false or something is different that may not be; names the keys.
+            Or nothing says any more how its checkpoints follow from each other.
+        ConfigError: its ``config.yaml`` is gone, or damaged.
     """
-    if not any(read_start(run, epoch) for epoch in range(1, newest + 1)):
+    if not load_lineage(run, newest + 1):
         return
     if not resume:
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
-    before = anchored(load([run.config]), Path.cwd())
+    before = anchored(recorded(run.config), Path.cwd())
     changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
     fixed = ROUNDING if config.deterministic else ()
     frozen = [

@@ -25,6 +25,7 @@ from areal_hpc.checkpoint import (
     write,
 )
 from areal_hpc.errors import CheckpointError, Fenced, RoleDied, WaitTimeout
+from areal_hpc.journal import Journal
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
@@ -142,6 +143,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_from_the_beginnin
     """Attempt 2 went on from step 20 of attempt 1, so there was a checkpoint, and it was lost."""
     with pytest.raises(CheckpointError, match="nothing, and the run went on from step 20 of attempt 1 before"):
         newest(run, {1: 20, 2: None})
+
+
+def test_checkpoints_that_the_journal_knows_to_be_gone_are_no_fresh_start(run: RunDir) -> None:
+    """A mark comes before its checkpoint, so one alone may be of a crash; before a second, the first was durable."""
+    journal = Journal(run, 1)
+    journal.checkpoint(4, ())
+    assert newest(run, ONE) is None
+    journal.checkpoint(8, ())
+    journal.close()
+    with pytest.raises(CheckpointError, match="nothing, and the run went on from step 4 of attempt 1 before"):
+        newest(run, ONE)
 
 
 def test_C18_from_step_k_means_exactly_k(run: RunDir) -> None:
