@@ -45,12 +45,12 @@ def newest(run: RunDir, lineage: Lineage) -> Checkpoint | None:
 
 
 def _gone(run: RunDir, lineage: Lineage) -> list[str]:
-    """Checkpoints that there must have been: those that attempts went on from, and of each attempt the last but one
-    that its journal marks, since the mark comes before the checkpoint, and the next one begins when that is durable."""
+    """Checkpoints that there must have been: those that attempts went on from, and of each attempt the last but two
+    that its journal marks. A mark comes before the wait for the checkpoint before it, one after it has gone well."""
     gone = [f"step {step} of attempt {epoch}" for epoch, step in sorted(lineage.items()) if step is not None]
     for epoch in sorted(lineage):
         marked = [entry.step for entry in entries(run, epoch) if entry.kind is Kind.CHECKPOINT]
-        gone += [f"step {step} of attempt {epoch}" for step in marked[-2:-1]]
+        gone += [f"step {step} of attempt {epoch}" for step in marked[-3:-2]]
     return gone
 
 

@@ -146,11 +146,12 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_from_the_beginnin
 
 
 def test_checkpoints_that_the_journal_knows_to_be_gone_are_no_fresh_start(run: RunDir) -> None:
-    """A mark comes before its checkpoint, so one alone may be of a crash; before a second, the first was durable."""
+    """A full disk leaves the marks of a checkpoint that failed and of the next, which was to wait for it; no third."""
     journal = Journal(run, 1)
     journal.checkpoint(4, ())
-    assert newest(run, ONE) is None
     journal.checkpoint(8, ())
+    assert newest(run, ONE) is None
+    journal.checkpoint(12, ())
     journal.close()
     with pytest.raises(CheckpointError, match="nothing, and the run went on from step 4 of attempt 1 before"):
         newest(run, ONE)
