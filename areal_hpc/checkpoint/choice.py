@@ -7,7 +7,6 @@ import logging
 from areal_hpc.checkpoint.files import PENDING_NAME, Checkpoint, Lineage, counts, listed, verify
 from areal_hpc.errors import CheckpointError
 from areal_hpc.fs import names_in
-from areal_hpc.journal import Kind, entries
 from areal_hpc.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -35,23 +34,14 @@ def newest(run: RunDir, lineage: Lineage) -> Checkpoint | None:
         logger.warning("checkpoint passed over: %s", problem)
         problems.append(problem)
     present = sorted(name for name in names_in(run.checkpoints) if not PENDING_NAME.fullmatch(name))
-    if present or (gone := _gone(run, lineage)):
+    gone = [f"step {step} of attempt {epoch}" for epoch, step in sorted(lineage.items()) if step is not None]
+    if present or gone:
         found = "; ".join(problems) or ", ".join(present) or f"nothing, and the run went on from {gone[-1]} before"
         raise CheckpointError(
             f"{run.checkpoints} holds no checkpoint that can be loaded: {found}. Restore one, or move the run "
             "directory away to start from the beginning"
         )
     return None
-
-
-def _gone(run: RunDir, lineage: Lineage) -> list[str]:
-    """Checkpoints that there must have been: those that attempts went on from, and of each attempt the last but two
-    that its journal marks. A mark comes before the wait for the checkpoint before it, one after it has gone well."""
-    gone = [f"step {step} of attempt {epoch}" for epoch, step in sorted(lineage.items()) if step is not None]
-    for epoch in sorted(lineage):
-        marked = [entry.step for entry in entries(run, epoch) if entry.kind is Kind.CHECKPOINT]
-        gone += [f"step {step} of attempt {epoch}" for step in marked[-3:-2]]
-    return gone
 
 
 def at_step(run: RunDir, lineage: Lineage, step: int) -> Checkpoint:

@@ -25,7 +25,6 @@ from areal_hpc.checkpoint import (
     write,
 )
 from areal_hpc.errors import CheckpointError, Fenced, RoleDied, WaitTimeout
-from areal_hpc.journal import Journal
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 
@@ -143,18 +142,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_from_the_beginnin
     """Attempt 2 went on from step 20 of attempt 1, so there was a checkpoint, and it was lost."""
     with pytest.raises(CheckpointError, match="nothing, and the run went on from step 20 of attempt 1 before"):
         newest(run, {1: 20, 2: None})
-
-
-def test_checkpoints_that_the_journal_knows_to_be_gone_are_no_fresh_start(run: RunDir) -> None:
-    """A full disk leaves the marks of a checkpoint that failed and of the next, which was to wait for it; no third."""
-    journal = Journal(run, 1)
-    journal.checkpoint(4, ())
-    journal.checkpoint(8, ())
-    assert newest(run, ONE) is None
-    journal.checkpoint(12, ())
-    journal.close()
-    with pytest.raises(CheckpointError, match="nothing, and the run went on from step 4 of attempt 1 before"):
-        newest(run, ONE)
 
 
 def test_C18_from_step_k_means_exactly_k(run: RunDir) -> None:

@@ -21,7 +21,9 @@ from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, ConfigError, RunDirError
 from areal_hpc.fs import publish_json
+from areal_hpc.journal import Journal
 from areal_hpc.roles import launcher
+from areal_hpc.roles.attempts import committed_a_step
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING
 from areal_hpc.roles.trainer import requested_step
 from areal_hpc.run_dir import RunDir
@@ -127,6 +129,32 @@ def test_a_run_whose_own_configuration_is_damaged_says_where_another_copy_is(con
         start(config, resume=True)
     run.config.unlink()
     with pytest.raises(ConfigError, match="restore it, each of its checkpoints holds a copy"):
+        start(config, resume=True)
+
+
+def test_all_checkpoints_that_somebody_deletes_meanwhile_are_an_error_that_names_them(run: RunDir) -> None:
+    leave(run, "failed")
+    begin(run)
+    assert not committed_a_step(run, 1)
+    run.checkpoints.rmdir()
+    with pytest.raises(RunDirError, match=rf"{run.checkpoints} is gone; put it back, or restore it from a copy"):
+        committed_a_step(run, 1)
+
+
+def test_a_run_whose_checkpoints_are_all_gone_does_not_begin_again(config: Config, run: RunDir) -> None:
+    """A full disk leaves the marks of a checkpoint that failed and of the next, which was to wait for it; no third."""
+    start(config)
+    begin(run)
+    journal = Journal(run, 1)
+    journal.checkpoint(4, ())
+    journal.checkpoint(8, ())
+    assert start(config, resume=True) == 0
+    journal.checkpoint(12, ())
+    journal.close()
+    with pytest.raises(CheckpointError, match="attempt 1 had made that of step 4; restore it from a copy, or set"):
+        start(config, resume=True)
+    run.checkpoints.rmdir()
+    with pytest.raises(RunDirError, match="is gone; put it back"):
         start(config, resume=True)
 
 
