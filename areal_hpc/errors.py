@@ -10,6 +10,7 @@
     │   └── CheckpointError           no checkpoint that can be loaded, or one that does not fit
     ├── WaitTimeout (also TimeoutError)  a bounded wait ended; names what it waited for and for how long
     ├── CorruptRecord                 bytes that fail their checksum; names chain, segment and sequence number
+    │   └── CorruptDocument (also ValueError)  a file that should hold JSON and holds none; names it
     ├── Fenced                        a newer attempt owns the run; this process must stop and publish nothing
     ├── GenerationError               an engine answered with an error, garbage, or not at all
     │   └── RequestRefused            it will not answer this request, however often it is asked
@@ -66,6 +67,10 @@ class WaitTimeout(ArealError, TimeoutError):
 
 class CorruptRecord(ArealError):
     """Stored bytes do not match their checksum."""
+
+
+class CorruptDocument(CorruptRecord, ValueError):
+    """A file that should hold a JSON document holds none: half of one, or other bytes."""
 
 
 class Fenced(ArealError):

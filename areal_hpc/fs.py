@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import WaitTimeout
+from areal_hpc.errors import CorruptDocument, WaitTimeout
 from areal_hpc.patience import naming, opened_status, rename, retried
 from areal_hpc.privacy import make_inside, open_private
 from areal_hpc.waits import FILE_SYSTEM, waiting
@@ -148,8 +148,21 @@ def names_in(directory: Path) -> list[str]:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document at ``path``, opened anew: that is what revalidates on a network file system."""
-    return json.loads(_read(path))
+    """The JSON document at ``path``, opened anew: that is what revalidates on a network file system.
+
+    Raises:
+        CorruptDocument: it holds none.
+    """
+    return _document(path, _read(path))
+
+
+def _document(path: Path, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CorruptDocument(
+            f"{path} is no JSON document: {error}; restore it from a copy, or remove it if there is none"
+        ) from error
 
 
 def _read(path: Path) -> bytes:
@@ -159,14 +172,18 @@ def _read(path: Path) -> bytes:
 
 def read_if_listed(path: Path) -> Any | None:
     """The JSON document at ``path``, or None while its directory does not list it or it is empty (no hard links here,
-    and whoever made it has not written it yet)."""
+    and whoever made it has not written it yet).
+
+    Raises:
+        CorruptDocument: it holds none.
+    """
     try:
         names = names_in(path.parent)
     except FileNotFoundError:
         return None
     if path.name not in names or not (data := _read(path)):
         return None
-    return json.loads(data)
+    return _document(path, data)
 
 
 def wait_for(

@@ -164,6 +164,19 @@ class RunDir:
     def attempt(self, epoch: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{epoch:08d}")
 
+    def in_checkpoints(self) -> list[str]:
+        """What is in ``checkpoints/``, listed anew.
+
+        Raises:
+            RunDirError: it is gone.
+        """
+        try:
+            return names_in(self.checkpoints)
+        except FileNotFoundError as error:
+            raise RunDirError(
+                f"{self.checkpoints} is gone; put it back, or restore it from a copy, and go on with --resume"
+            ) from error
+
     def all_attempts(self) -> list[AttemptDir]:
         """Every attempt, oldest first, by listing; a copy of a run may have none."""
         names = names_in(self.attempts) if self.attempts.is_dir() else []

@@ -178,7 +178,8 @@ def read_replaced(path: Path) -> Any | None:
     try:
         return _read_if_not_stale(path)
     except ValueError as error:
-        raise RunDirError(f"{path} is no JSON document: {error}; remove it, its owner writes it again") from error
+        why = error.__cause__ or error
+        raise RunDirError(f"{path} is no JSON document: {why}; remove it, its owner writes it again") from error
 
 
 def _read_if_not_stale(path: Path) -> Any | None:

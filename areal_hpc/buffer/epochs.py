@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import Fenced, RunDirError
+from areal_hpc.errors import CorruptDocument, Fenced, RunDirError
 from areal_hpc.fs import (
     create_exclusive,
     make_private_directory,
@@ -131,9 +131,17 @@ def read_start(run: RunDir, epoch: int, *, known: bool = False) -> StartRecord |
     Args:
         known: what follows it has been seen, such as weights of the attempt, so its name need not be looked for in the
             directory, of which an old listing may be shown here.
+
+    Raises:
+        CorruptDocument: it is damaged. Nobody should remove it: the attempt's checkpoints would be of no history.
     """
     path = _start_path(run, epoch)
-    value = _read_known(path) if known else read_if_listed(path)
+    try:
+        value = _read_known(path) if known else read_if_listed(path)
+    except CorruptDocument as error:
+        raise CorruptDocument(
+            f"{path} is damaged, by which the checkpoints of attempt {epoch} are found; restore it from a copy"
+        ) from error
     if value is None:
         return None
     return StartRecord(
@@ -157,8 +165,17 @@ def _start_path(run: RunDir, epoch: int) -> Path:
 
 
 def load_lineage(run: RunDir, epoch: int) -> dict[int, int | None]:
-    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent."""
+    """Which steps of which earlier attempts the run still stands on, before attempt ``epoch`` has chosen its parent.
+
+    Raises:
+        RunDirError: there are checkpoints, and nothing that says how they follow from each other.
+    """
     started = [earlier for earlier in range(1, epoch) if read_start(run, earlier) is not None]
+    if not started and run.checkpoints.is_dir() and any(name.startswith("step-") for name in names_in(run.checkpoints)):
+        raise RunDirError(
+            f"{_directory(run)} holds no start record, without which no checkpoint of {run.root} can be gone on from; "
+            "restore ring/ from a copy, or set another `name`"
+        )
     lineage: dict[int, int | None] = {}
     attempt, last = (started[-1], None) if started else (0, None)
     while attempt:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from areal_hpc.errors import RunDirError
 from areal_hpc.fs import publish, publish_json
 from areal_hpc.report.curves import draw
 from areal_hpc.report.summary import Summary, summarise
@@ -62,10 +63,18 @@ def configuration(run: RunDir) -> dict[str, Any]:
     """The run's configuration as plain data; empty where there is none.
 
     Not as ``Config``: a key that has gone since must not hide an old run.
+
+    Raises:
+        RunDirError: it is no configuration any more.
     """
     if not run.config.is_file():
         return {}
-    values: dict[str, Any] = yaml.safe_load(run.config.read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        values = None
+    if not isinstance(values, dict):
+        raise RunDirError(f"{run.config} is damaged; restore it, every checkpoint of the run holds a copy")
     return values
 
 

@@ -70,7 +70,7 @@ def read_evidence(run: RunDir, epoch: int) -> Evidence:
 def _read_checkpoints(run: RunDir, lineage: Mapping[int, int | None]) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints of the surviving history, and what is wrong with each that is there and cannot be read."""
     found, problems = list[Checkpoint](), list[str]()
-    for match in filter(None, map(CHECKPOINT_NAME.fullmatch, sorted(os.listdir(run.checkpoints)))):
+    for match in filter(None, map(CHECKPOINT_NAME.fullmatch, sorted(run.in_checkpoints()))):
         step, last = int(match[1]), lineage.get(int(match[2]), -1)
         if last is not None and step > last:
             continue

@@ -276,9 +276,13 @@ def lost_before(run: RunDir, epoch: int) -> list[bool]:
 
 
 def committed_a_step(run: RunDir, epoch: int) -> bool:
-    """Whether attempt ``epoch`` has committed a later step than the one that it began with."""
+    """Whether attempt ``epoch`` has committed a later step than the one that it began with.
+
+    Raises:
+        RunDirError: somebody has deleted all checkpoints.
+    """
     start = read_start(run, epoch)
     if start is None:
         return False
-    names = (CHECKPOINT_NAME.fullmatch(name) for name in os.listdir(run.checkpoints))
+    names = (CHECKPOINT_NAME.fullmatch(name) for name in run.in_checkpoints())
     return any(int(name[2]) == epoch and int(name[1]) > start.version.step for name in names if name is not None)

@@ -17,16 +17,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from areal_hpc import checkpoint
-from areal_hpc.buffer.epochs import load_lineage, newest_epoch, read_start
+from areal_hpc.buffer.epochs import load_lineage, newest_epoch
 from areal_hpc.cluster.environment import in_job
 from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.cluster import Shape
 from areal_hpc.config.keys import keys, value_of
-from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
 from areal_hpc.errors import CheckpointError, RoleDied, RunDirError, Stalled
 from areal_hpc.exits import EXIT_DONE, EXIT_ELSEWHERE, EXIT_FAILED, EXIT_STOPPED
+from areal_hpc.journal import Kind, entries
 from areal_hpc.liveness.job import JobView, ended_with, refuse_queued
 from areal_hpc.liveness.resting import dismiss
 from areal_hpc.liveness.stopping import ALIVE, Signals, refuse_living_owner, state_of
@@ -35,6 +35,7 @@ from areal_hpc.privacy import umask_of
 from areal_hpc.report import LiveConsole, report_run
 from areal_hpc.roles.attempts import Attempts, committed_a_step
 from areal_hpc.roles.preparation import prepare
+from areal_hpc.roles.resuming import recorded
 from areal_hpc.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -217,12 +218,17 @@ def check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None
 
     Raises:
         RunDirError: there is one, and ``resume`` is false or something is different that may not be; names the keys.
+            Or nothing says any more how its checkpoints follow from each other.
+        CheckpointError: somebody has deleted all checkpoints.
+        ConfigError: its ``config.yaml`` is gone, or damaged.
     """
-    if not any(read_start(run, epoch) for epoch in range(1, newest + 1)):
+    lineage = load_lineage(run, newest + 1)
+    if not lineage:
         return
     if not resume:
         raise RunDirError(f"{run.root} already holds a run; continue it with --resume, or set another `name`")
-    before = anchored(load([run.config]), Path.cwd())
+    _refuse_lost(run, lineage)
+    before = anchored(recorded(run.config), Path.cwd())
     changed = [key for key in keys() if value_of(before, key) != value_of(config, key)]
     fixed = ROUNDING if config.deterministic else ()
     frozen = [
@@ -232,6 +238,23 @@ def check_resume(run: RunDir, newest: int, config: Config, resume: bool) -> None
         raise RunDirError(f"{run.config}: {', '.join(frozen)} would change within one run; set another `name`")
     for key in changed:
         log.info("from this attempt on: %s = %s (was %s)", key, value_of(config, key), value_of(before, key))
+
+
+def _refuse_lost(run: RunDir, lineage: checkpoint.Lineage) -> None:
+    """Refuse a run whose checkpoints are all gone: it would begin again at step 0 without a word.
+
+    The journal marks each before the one before it is waited for. So a full disk may leave two marks and no checkpoint,
+    and a third mark follows only where the first one's checkpoint was durable.
+    """
+    if any(checkpoint.CHECKPOINT_NAME.fullmatch(name) for name in run.in_checkpoints()):
+        return
+    for epoch in lineage:
+        marked = [entry.step for entry in entries(run, epoch) if entry.kind is Kind.CHECKPOINT]
+        if len(marked) > 2:
+            raise CheckpointError(
+                f"{run.checkpoints} holds no checkpoint, and attempt {epoch} had made that of step {marked[-3]}; "
+                "restore it from a copy, or set another `name`"
+            )
 
 
 def _check_step(run: RunDir, newest: int, step: int) -> None:

@@ -21,7 +21,7 @@ from areal_hpc.config.load import load
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.resolve import read_config
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import RunDirError
+from areal_hpc.errors import ConfigError, RunDirError
 from areal_hpc.liveness.job import newest_submission
 from areal_hpc.liveness.stopping import state_of
 from areal_hpc.run_dir import RunDir
@@ -49,7 +49,7 @@ def resumption(run: RunDir, overrides: Sequence[str]) -> Resumption:
         ConfigError: an override cannot be used.
     """
     path, told = _recorded(run)
-    before = load([path])
+    before = recorded(path)
     if before.evaluation.checkpoint:
         raise RunDirError(f"{run.root} is an evaluation, which has no checkpoints; type `areal-hpc eval` again")
     root = run.root if run.root.name == before.name else run.root.resolve()
@@ -59,6 +59,20 @@ def resumption(run: RunDir, overrides: Sequence[str]) -> Resumption:
     config = with_value(config, "run_root", str(root.parent))  # it may have been moved
     _refuse_finished(run, config)
     return Resumption(config=config, directory=_directory(run, told))
+
+
+def recorded(path: Path) -> Config:
+    """The configuration that a run has kept at ``path``.
+
+    Raises:
+        ConfigError: it is gone, or damaged; says where else it is.
+    """
+    try:
+        return load([path])
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nthe run itself wrote {path}; restore it, each of its checkpoints holds a copy"
+        ) from error
 
 
 def _refuse_finished(run: RunDir, config: Config) -> None:

@@ -16,12 +16,13 @@ from areal_hpc.buffer.epochs import (
     claim_epoch,
     claimed_by,
     lineage,
+    load_lineage,
     newest_epoch,
     read_start,
     sweep,
     write_start,
 )
-from areal_hpc.errors import Fenced, RunDirError
+from areal_hpc.errors import CorruptDocument, Fenced, RunDirError
 from areal_hpc.run_dir import RunDir
 from areal_hpc.types import WeightVersion
 from areal_hpc.watermark import Watermark
@@ -124,6 +125,23 @@ def test_the_lineage_is_read_from_the_start_records(run: RunDir) -> None:
     assert not ours(WeightVersion(2, 0))
     with pytest.raises(RunDirError, match="attempt 2 left no start record"):
         lineage(run, 3, WeightVersion(2, 4))
+
+
+def test_checkpoints_without_a_start_record_are_refused_with_what_to_restore(run: RunDir) -> None:
+    """The ring was deleted to save space: without its records a checkpoint is of no history."""
+    assert load_lineage(run, 3) == {}
+    (run.checkpoints / "step-00000004.e00000001").mkdir()
+    with pytest.raises(RunDirError, match=r"epochs holds no start record, .*; restore ring/ from a copy, or set"):
+        load_lineage(run, 3)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_damaged_start_record_is_not_to_be_removed(run: RunDir, known: bool) -> None:
+    path = run.ring / "epochs" / "e00000002.start.json"
+    path.parent.mkdir()
+    path.write_text('{"parent": [1, 4], "vers')
+    with pytest.raises(CorruptDocument, match=rf"{path} is damaged, .* attempt 2 are found; restore it from a copy$"):
+        read_start(run, 2, known=known)
 
 
 def test_what_killed_processes_were_publishing_is_swept_and_what_others_publish_is_not(run: RunDir) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc import fs
-from areal_hpc.errors import RunDirError, WaitTimeout
+from areal_hpc.errors import CorruptDocument, RunDirError, WaitTimeout
 from areal_hpc.fs import create_exclusive, publish, publish_json, read_if_listed, read_json, wait_for
 from areal_hpc.run_dir import RunDir
 
@@ -133,6 +133,15 @@ def test_a_name_is_read_only_once_it_is_listed(tmp_path: Path) -> None:
     assert read_if_listed(tmp_path / "x.json") is None
     publish_json(tmp_path / "x.json", {"a": 1})
     assert read_if_listed(tmp_path / "x.json") == {"a": 1}
+
+
+@pytest.mark.parametrize("data", [b'{"state": "run', b"\x00\xff\xfe", b"\x00" * 10], ids=["half", "binary", "zeros"])
+@pytest.mark.parametrize("read", [read_json, read_if_listed])
+def test_a_damaged_document_is_named_with_what_to_do(tmp_path: Path, read: Callable[[Path], Any], data: bytes) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(data)
+    with pytest.raises(CorruptDocument, match=rf"{path} is no JSON document: .*; restore it from a copy, or remove it"):
+        read(path)
 
 
 def test_a_wait_returns_the_first_answer() -> None:

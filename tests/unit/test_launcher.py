@@ -19,9 +19,11 @@ from areal_hpc.cluster.owner import Owner
 from areal_hpc.config.keys import keys, with_value
 from areal_hpc.config.load import load
 from areal_hpc.config.schema import Config
-from areal_hpc.errors import CheckpointError, RunDirError
+from areal_hpc.errors import CheckpointError, ConfigError, RunDirError
 from areal_hpc.fs import publish_json
+from areal_hpc.journal import Journal
 from areal_hpc.roles import launcher
+from areal_hpc.roles.attempts import committed_a_step
 from areal_hpc.roles.launcher import CHANGEABLE, ROUNDING
 from areal_hpc.roles.trainer import requested_step
 from areal_hpc.run_dir import RunDir
@@ -115,6 +117,55 @@ def test_another_experiment_under_the_same_name_is_refused(config: Config, run: 
     assert "rollout.group_size (was 8), seed (was 1) would change within one run" in str(refusal.value)
     assert "total_steps" not in str(refusal.value)
     assert load([run.config]).seed == 1
+
+
+def test_a_run_whose_own_configuration_is_damaged_says_where_another_copy_is(config: Config, run: RunDir) -> None:
+    start(config)
+    begin(run)
+    run.config.write_text("name: run\nagent:\n  online:")
+    with pytest.raises(
+        ConfigError, match=rf"(?s)the run itself wrote {run.config}; restore it, each of its checkpoints"
+    ):
+        start(config, resume=True)
+    run.config.unlink()
+    with pytest.raises(ConfigError, match="restore it, each of its checkpoints holds a copy"):
+        start(config, resume=True)
+
+
+def test_all_checkpoints_that_somebody_deletes_meanwhile_are_an_error_that_names_them(run: RunDir) -> None:
+    leave(run, "failed")
+    begin(run)
+    assert not committed_a_step(run, 1)
+    run.checkpoints.rmdir()
+    with pytest.raises(RunDirError, match=rf"{run.checkpoints} is gone; put it back, or restore it from a copy"):
+        committed_a_step(run, 1)
+
+
+def test_a_run_whose_checkpoints_are_all_gone_does_not_begin_again(config: Config, run: RunDir) -> None:
+    """A full disk leaves the marks of a checkpoint that failed and of the next, which was to wait for it; no third."""
+    start(config)
+    begin(run)
+    journal = Journal(run, 1)
+    journal.checkpoint(4, ())
+    journal.checkpoint(8, ())
+    assert start(config, resume=True) == 0
+    journal.checkpoint(12, ())
+    journal.close()
+    with pytest.raises(CheckpointError, match="attempt 1 had made that of step 4; restore it from a copy, or set"):
+        start(config, resume=True)
+    run.checkpoints.rmdir()
+    with pytest.raises(RunDirError, match="is gone; put it back"):
+        start(config, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_whose_ring_is_gone_is_neither_begun_anew_nor_gone_on_with(
+    resume: bool, config: Config, run: RunDir
+) -> None:
+    (RunDir.create(run.root).checkpoints / "step-00000004.e00000001").mkdir()
+    with pytest.raises(RunDirError, match="restore ring/ from a copy"):
+        start(config, resume=resume)
+    assert newest_epoch(run) == 0 and not run.config.exists()
 
 
 def test_what_teaches_nothing_may_change(config: Config, run: RunDir) -> None:

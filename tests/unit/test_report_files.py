@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from areal_hpc.cluster.owner import Owner
+from areal_hpc.errors import RunDirError
 from areal_hpc.fs import publish_json
 from areal_hpc.report import status_lines, write_report
+from areal_hpc.report.files import configuration
 from areal_hpc.run_dir import RunDir
 from areal_hpc.telemetry import Record
 from areal_hpc.telemetry.records import to_line
@@ -184,6 +186,13 @@ def test_E17_a_run_that_recorded_nothing_has_a_report_and_a_status(tmp_path: Pat
     write_report(run, stream)
     assert "  steps         - of -" in stream.getvalue().splitlines()
     assert status_lines(run) == ["run    empty", "state  not started"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00\xff", b"a: [", b"name"], ids=["empty", "binary", "half", "word"])
+def test_a_damaged_configuration_is_named_with_where_to_find_another(run: RunDir, data: bytes) -> None:
+    run.config.write_bytes(data)
+    with pytest.raises(RunDirError, match=rf"{run.config} is damaged; restore it, every checkpoint of the run holds a"):
+        configuration(run)
 
 
 def test_damaged_lines_are_said(two_attempts: RunDir) -> None:
