@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
 import pytest
+from raw_http import sent
 from served import USER, run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
@@ -87,5 +89,38 @@ def test_whatever_model_a_client_names_the_runs_own_answers(hermes: ChatRenderer
                 assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
             _, told = await service.post("/v1/chat/completions", {"model": "gpt-9", "messages": [USER]})
             assert told["model"] == "gpt-9"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_compressed_body_that_is_damaged_is_the_clients_fault(
+    hermes: ChatRenderer, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    asked = json.dumps({"messages": [USER], "max_tokens": 9}).encode()
+    packed = gzip.compress(asked)
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            for data, status in ((packed, 200), (asked, 400), (packed[:-12], 400)):
+                headers = (f"x-api-key: {service.session.key}", "Content-Encoding: gzip")
+                told = await sent(service.url, path, data, *headers, f"Content-Length: {len(data)}")
+                assert told[0] == status, told
+                assert status == 200 or told[1]["error"]["type"] == "invalid_request_error"
+            assert "an error of our own" not in caplog.text
+
+    run(scenario())
+
+
+def test_a_body_that_does_not_come_to_its_end_is_not_awaited_for_ever(
+    hermes: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_hpc.proxy.app.BODY_S", 0.05)
+
+    async def scenario() -> None:
+        async with served(hermes, []) as service:
+            headers = (f"x-api-key: {service.session.key}", "Content-Length: 9")
+            status, told = await sent(service.url, "/v1/messages", b"{", *headers)
+            assert (status, told["type"]) == (408, "error")
 
     run(scenario())
