@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 BODY_S = 600.0
 """How long the body of a request may be under way."""
+GONE = 499
+"""Status of what nobody is there to get."""
 KEEP_ALIVE_S = 10.0
 """Longest silence of a stream; clients and proxies give up after about 15 s and more."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -100,9 +102,9 @@ async def refusals_in_shape(request: web.Request, handler: Callable[[web.Request
         response: web.StreamResponse = await handler(request)
     except web.HTTPClientError as error:
         refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
-    except ConnectionError:  # whoever asked has gone
-        raise
     except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return web.Response(status=GONE)  # raised on, it would be an error in the log
         log.exception("%s %s was not answered by an error of our own", request.method, request.path)
         refused = own_fault(error, "ask again")
     else:

@@ -6,13 +6,17 @@ import asyncio
 import gzip
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from raw_http import sent
 from served import USER, run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Transcript
+from areal_hpc.proxy.app import refusals_in_shape
 
 
 def test_H5_headers_are_the_servers_own_and_there_once(hermes: ChatRenderer) -> None:
@@ -80,6 +84,23 @@ def test_an_error_of_our_own_is_told_in_the_apis_own_shape_and_logged(
             assert "nobody foresaw this" in caplog.text and service.session.num_open == 0
 
     run(scenario())
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_client_that_goes_while_it_is_answered_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture, is_gone: bool
+) -> None:
+    transport = Mock(is_closing=lambda: is_gone)
+
+    async def handle(_: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async def scenario() -> None:
+        asked = make_mocked_request("POST", "/v1/messages", transport=transport)
+        assert (await refusals_in_shape(asked, handle)).status == (499 if is_gone else 500)
+
+    run(scenario())
+    assert bool(caplog.records) is not is_gone
 
 
 def test_whatever_model_a_client_names_the_runs_own_answers(hermes: ChatRenderer) -> None:
