@@ -15,6 +15,9 @@ from typing import Any
 from areal_hpc.errors import DataError
 from areal_hpc.types import Message
 
+MAX_DEPTH = 128
+"""Lists and objects inside each other that are taken; what renders and writes them calls itself for each level."""
+
 
 def text_of(content: Any) -> str:
     """The text of a message's content: a string, nothing, or parts of type text.
@@ -76,11 +79,23 @@ def _parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_value(text: str) -> Any:
-    """What ``text`` says as JSON, or the text itself where it is none."""
+    """What ``text`` says as JSON, or the text itself where it is none, or is too deep."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return text
+    return text if is_too_deep(value) else value
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects of JSON are nested in more than ``MAX_DEPTH`` levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [one for one in level if isinstance(one, (list, dict))]
+        if not level:
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
 
 
 def refuse_constant(constant: str) -> Any:

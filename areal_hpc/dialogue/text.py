@@ -61,34 +61,56 @@ class IncrementalText:
     """The text of a growing token list, at a cost that does not grow with it.
 
     Only a window is decoded anew: the tokens not settled yet, behind a few settled ones, since a tokenizer may treat
-    the first token of what it decodes in its own way (a leading space dropped).
+    the first token of what it decodes in its own way (a leading space dropped). It is the same however the tokens are
+    handed over, and ``whole`` is the text of the answer, where one decoding of all tokens may take back what was shown:
+    tokenizers that fall back on bytes show a whole run of them as replacement characters if one of them is wrong.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._settled = ""  # text of the tokens before _pending
         self._context: list[int] = []
+        self._known = ""  # text of _context
         self._pending: list[int] = []
+        self.whole = ""
+        """All of the text; what is no character, or not yet, as replacement characters."""
 
     def extend(self, token_ids: Sequence[int]) -> str:
         """The whole text that is certain after ``token_ids`` more."""
-        self._pending += token_ids
-        known = self._decode(self._context) if self._context else ""
-        text = self._settled + self._decode(self._context + self._pending)[len(known) :]
-        if text.endswith(INCOMPLETE):
-            return text.rstrip(INCOMPLETE)
-        self._settled, self._context, self._pending = text, self._pending or self._context, []
+        for token in token_ids:
+            self._take(token)
+        return self.whole.rstrip(INCOMPLETE) if self._pending else self.whole
+
+    def _take(self, token: int) -> None:
+        self._pending.append(token)
+        text = self._decode(self._context + self._pending)
+        is_spoilt = not text.startswith(self._known)  # by a wrong byte, which takes the good ones before it along
+        self.whole = self._settled + (self._decode(self._pending) if is_spoilt else text[len(self._known) :])
+        if not self.whole.endswith(INCOMPLETE):
+            self._settled, self._context, self._pending = self.whole, self._pending, []
+            self._known = self._decode(self._context)
+
+
+def whole_text(token_ids: Sequence[int], decode: Decode) -> str:
+    """The text of all tokens, which begins with whatever ``IncrementalText`` shows of it."""
+    text = decode(token_ids)
+    if INCOMPLETE not in text:
         return text
+    growing = IncrementalText(decode)
+    growing.extend(token_ids)
+    return growing.whole
 
 
 def first_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Where the earliest stop string ends ``text``, and which; one that lies before ``start`` was seen before.
+    """Where the stop string begins that is whole first, and which; one that lies before ``start`` was seen before.
+
+    Not the one that begins first: a longer one around it may become whole later, and would take back what was shown.
 
     Args:
         start: length of the text that had been searched; a stop string may begin before it.
     """
     found = ((text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in stops)
-    return min((hit for hit in found if hit[0] >= 0), default=None)
+    return min((hit for hit in found if hit[0] >= 0), key=lambda hit: (hit[0] + len(hit[1]), hit), default=None)
 
 
 def without_partial_stop(text: str, stops: Sequence[str]) -> str:

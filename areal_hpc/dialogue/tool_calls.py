@@ -77,12 +77,12 @@ def _literal(text: str) -> Any:
 
 def _from_object(value: Any) -> ToolCall | None:
     """The call in ``{"name": ..., "arguments" or "parameters": ...}``."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+    if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str) or not name.strip():
         return None
     arguments = value.get("arguments", value.get("parameters"))
     try:
-        return ToolCall(name=value["name"], arguments=_written({} if arguments is None else arguments))
-    except (TypeError, ValueError):  # a literal that JSON lacks, such as a set
+        return ToolCall(name=name, arguments=_written({} if arguments is None else arguments))
+    except (TypeError, ValueError, RecursionError):  # a literal that JSON lacks, such as a set, or a very deep one
         return None
 
 
@@ -93,7 +93,7 @@ ARGUMENTS = re.compile(r'["\'](?:arguments|parameters)["\']\s*:\s*')
 def _from_json(text: str) -> ToolCall | None:
     """The call in a JSON text; with a readable name also where the rest is broken, its arguments as they stand."""
     call = _from_object(_literal(text))
-    if call is not None or (named := NAMED.search(text)) is None:
+    if call is not None or (named := NAMED.search(text)) is None or not named.group(1).strip():
         return call
     behind = ARGUMENTS.search(text, named.end())
     raw = text[behind.end() :].strip() if behind else ""
@@ -244,7 +244,7 @@ def deepseek(text: str, kinds: Kinds) -> Found:
     for left, right in DEEPSEEK_CALL.findall(text):
         if fenced := FENCED.match(right) if left.strip() == "function" else None:
             calls.append(ToolCall(name=fenced.group(1), arguments=fenced.group(2).strip()))
-        else:
+        elif left.strip():
             calls.append(ToolCall(name=left.strip(), arguments=right.strip()))
     return calls, _behind(text, DEEPSEEK_END) if calls else text
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_hpc.dialogue.messages import refuse_constant
+from areal_hpc.dialogue.messages import MAX_DEPTH, is_too_deep, refuse_constant
 from areal_hpc.json_bytes import from_json, to_json
 from areal_hpc.proxy.access import bearer, is_admin, listening, same
 from areal_hpc.proxy.anthropic import MESSAGES
@@ -40,6 +40,10 @@ from areal_hpc.proxy.stored import Stored
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+BODY_S = 600.0
+"""How long the body of a request may be under way."""
+GONE = 499
+"""Status of what nobody is there to get."""
 KEEP_ALIVE_S = 10.0
 """Longest silence of a stream; clients and proxies give up after about 15 s and more."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -98,9 +102,9 @@ async def refusals_in_shape(request: web.Request, handler: Callable[[web.Request
         response: web.StreamResponse = await handler(request)
     except web.HTTPClientError as error:
         refused = Refused(error.status, f"{request.method} {request.path}: {error.reason}")
-    except ConnectionError:  # whoever asked has gone
-        raise
     except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return web.Response(status=GONE)  # raised on, it would be an error in the log
         log.exception("%s %s was not answered by an error of our own", request.method, request.path)
         refused = own_fault(error, "ask again")
     else:
@@ -308,11 +312,25 @@ def _headers(call: Call) -> dict[str, str]:
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = from_json(await request.read() or b"{}", constant=refuse_constant)
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less") from error
+        body = from_json(await _read(request) or b"{}", constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
+    if is_too_deep(body):
+        raise Refused(400, f"the body is nested in more than {MAX_DEPTH} levels; send flatter JSON")
     return body
+
+
+async def _read(request: web.Request) -> bytes:
+    """The bytes of a request's body. Raises Refused for one that is too large, damaged, or does not come to an end."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less") from error
+    except web.RequestPayloadError as error:
+        why = " ".join(str(error).split())
+        raise Refused(400, f"the body cannot be read ({why}); send it encoded as its headers say") from error
+    except TimeoutError as error:
+        raise Refused(408, f"the body did not come to its end in {BODY_S:g} s; send it whole") from error

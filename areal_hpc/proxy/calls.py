@@ -19,7 +19,7 @@ from areal_hpc.dialogue.grammar import as_schema, trouble_with
 from areal_hpc.dialogue.messages import message
 from areal_hpc.dialogue.parts import THINK, THOUGHT, Parts, Reading
 from areal_hpc.dialogue.structural_tag import calls_or_json_tag, calls_tag, is_strict, schema_of
-from areal_hpc.dialogue.text import IncrementalText, first_stop, without_partial_stop
+from areal_hpc.dialogue.text import IncrementalText, first_stop, whole_text, without_partial_stop
 from areal_hpc.dialogue.tool_calls import kinds_of
 from areal_hpc.dialogue.tool_formats import ToolFormat
 from areal_hpc.dialogue.transcript import Place, Template
@@ -208,7 +208,7 @@ class Call:
     def _committed(self, number: int, completion: Completion) -> Told:
         ids = completion.token_ids.tolist()
         ended = bool(ids) and ids[-1] in self._dialogue.eos_token_ids
-        text = self._dialogue.spelled(ids[:-1] if ended else ids)
+        text = whole_text(ids[:-1] if ended else ids, self._dialogue.spelled)
         hit = first_stop(text, self._stops, 0)
         parts = self._reading.read(text if hit is None else text[: hit[0]], final=True)
         calls = parts.calls if self.ask.parallel else parts.calls[:1]

@@ -103,7 +103,7 @@ def pieces(token_ids: Sequence[int], spelled: Spelled) -> list[str]:
         found.append(whole[shown:])
         shown = len(whole)
     if found:
-        found[-1] += spelled(token_ids)[shown:]
+        found[-1] += growing.whole[shown:]
     return found
 
 

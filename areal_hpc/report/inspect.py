@@ -246,7 +246,8 @@ class _Picture:
         edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), versions.size]
         for start, end in pairwise(edges):
             ids = token_ids[start:end].tolist()
-            whole = growing.extend(ids) if end < versions.size else self.text.decode(token_ids.tolist())
+            certain = growing.extend(ids)
+            whole = certain if end < versions.size else growing.whole
             if ids:
                 yield int(versions[start]), whole[shown:]
             shown = len(whole)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 
-from areal_hpc.dialogue.text import IncrementalText, Text, first_stop, load_text, without_partial_stop
+from areal_hpc.dialogue.renderer import ChatRenderer
+from areal_hpc.dialogue.text import IncrementalText, Text, first_stop, load_text, whole_text, without_partial_stop
+from areal_hpc.generation.served.request import SamplingParams
+from areal_hpc.generation.served.text import final_text
+from areal_hpc.proxy.chronicle import pieces
 
 TOKENIZER = make_tokenizer()
 TEXT = Text(TOKENIZER)
@@ -58,7 +64,43 @@ def test_H15_a_byte_that_is_never_valid_is_shown_once_something_follows() -> Non
     assert stream.extend(TEXT.encode("a")) == "\ufffda"
 
 
+@given(st.lists(st.sampled_from(["é", "🙂", "\n", "a", b"\xff", b"\xe4\xbd", b"\xf0"]), max_size=8), st.data())
+@settings(max_examples=150)
+def test_nothing_is_taken_back_where_tokens_fall_back_on_bytes(
+    dialogues: dict[str, ChatRenderer], pieces: list[str | bytes], data: st.DataObject
+) -> None:
+    """Such a tokenizer shows a run of bytes as nothing but replacement characters if one of them is wrong."""
+    spelled = dialogues["sentencepiece"].spelled
+    ids = [byte for piece in pieces for byte in (piece if isinstance(piece, bytes) else piece.encode())]
+    assert spelled(list("é\n".encode())) == "é\n" and spelled([*"é\n".encode(), 255]) == "\ufffd" * 4
+    whole, stream, shown, at = whole_text(ids, spelled), IncrementalText(spelled), "", 0
+    while at < len(ids):
+        step = data.draw(st.integers(1, 5))
+        now = stream.extend(ids[at : at + step])
+        assert now.startswith(shown)
+        shown, at = now, at + step
+    assert whole.startswith(shown) and not whole[len(shown) :].strip("\ufffd") and stream.whole == whole
+    if all(isinstance(piece, str) for piece in pieces):
+        assert whole == "".join(map(str, pieces))
+
+
+def test_the_good_bytes_before_a_wrong_one_are_kept(dialogues: dict[str, ChatRenderer]) -> None:
+    spelled = dialogues["sentencepiece"].spelled
+    cut = [*"\n🙂".encode(), *"🙂".encode()[:2]]
+    assert spelled(cut) == "\ufffd" * len(cut)
+    assert whole_text(cut, spelled) == "\n🙂\ufffd\ufffd"
+    assert "".join(pieces(cut, spelled)) == "\n🙂\ufffd\ufffd"
+    text = cast(Text, SimpleNamespace(decode=lambda ids, skip_special_tokens: spelled(ids)))
+    params = SamplingParams()
+    assert final_text(SimpleNamespace(token_ids=cut, params=params, finish_reason=None), text) == whole_text(
+        cut, spelled
+    )
+
+
 def test_stop_strings_are_found_where_they_first_end() -> None:
+    assert first_stop("abcd", ["bcd", "ab"], 0) == (0, "ab")
+    assert first_stop("abcd", ["abcd", "b"], 0) == (1, "b")  # before the longer one was whole
+    assert first_stop("abc", ["c", "bc"], 0) == (1, "bc")
     assert first_stop("one two three", ["two", "three"], 0) == (4, "two")
     assert first_stop("aXb", ["X"], 2) is None  # searched before
     assert first_stop("ab##", ["##"], 3) == (2, "##")  # began before, ends now

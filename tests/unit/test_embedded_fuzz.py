@@ -12,9 +12,10 @@ from urllib.parse import quote
 
 import pytest
 from anything import ANYTHING, NUMBERS, places, spoilt, written
-from embedded_api import PROMPT, Api, serving
+from embedded_api import PROMPT, TOKEN, Api, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raw_http import sent
 from tiny_models import make_model
 
 from areal_hpc.errors import DataError
@@ -107,6 +108,13 @@ def test_no_request_alone_ends_the_engine_for_all(
         assert (await api.get("/health"))[0] == 200
 
     loop.run_until_complete(scenario())
+
+
+def test_a_compressed_body_that_is_damaged_is_refused(asking: tuple[asyncio.AbstractEventLoop, Api]) -> None:
+    loop, api = asking
+    headers = (f"Authorization: Bearer {TOKEN}", "Content-Encoding: gzip", "Content-Length: 8")
+    status, answer = loop.run_until_complete(sent(api.url, "/generate", b"no gzip!", *headers))
+    assert status == 400 and "the body is not JSON" in answer["message"]
 
 
 @given(given_text=ANYTHING)

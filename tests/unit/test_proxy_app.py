@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from raw_http import sent
 from served import USER, run, served
 
 from areal_hpc.dialogue.renderer import ChatRenderer
 from areal_hpc.dialogue.transcript import Transcript
+from areal_hpc.proxy.app import refusals_in_shape
 
 
 def test_H5_headers_are_the_servers_own_and_there_once(hermes: ChatRenderer) -> None:
@@ -80,6 +86,23 @@ def test_an_error_of_our_own_is_told_in_the_apis_own_shape_and_logged(
     run(scenario())
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_client_that_goes_while_it_is_answered_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture, is_gone: bool
+) -> None:
+    transport = Mock(is_closing=lambda: is_gone)
+
+    async def handle(_: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async def scenario() -> None:
+        asked = make_mocked_request("POST", "/v1/messages", transport=transport)
+        assert (await refusals_in_shape(asked, handle)).status == (499 if is_gone else 500)
+
+    run(scenario())
+    assert bool(caplog.records) is not is_gone
+
+
 def test_whatever_model_a_client_names_the_runs_own_answers(hermes: ChatRenderer) -> None:
     async def scenario() -> None:
         async with served(hermes, lambda _: "yes") as service:
@@ -87,5 +110,38 @@ def test_whatever_model_a_client_names_the_runs_own_answers(hermes: ChatRenderer
                 assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
             _, told = await service.post("/v1/chat/completions", {"model": "gpt-9", "messages": [USER]})
             assert told["model"] == "gpt-9"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_compressed_body_that_is_damaged_is_the_clients_fault(
+    hermes: ChatRenderer, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    asked = json.dumps({"messages": [USER], "max_tokens": 9}).encode()
+    packed = gzip.compress(asked)
+
+    async def scenario() -> None:
+        async with served(hermes, lambda _: "yes") as service:
+            for data, status in ((packed, 200), (asked, 400), (packed[:-12], 400)):
+                headers = (f"x-api-key: {service.session.key}", "Content-Encoding: gzip")
+                told = await sent(service.url, path, data, *headers, f"Content-Length: {len(data)}")
+                assert told[0] == status, told
+                assert status == 200 or told[1]["error"]["type"] == "invalid_request_error"
+            assert "an error of our own" not in caplog.text
+
+    run(scenario())
+
+
+def test_a_body_that_does_not_come_to_its_end_is_not_awaited_for_ever(
+    hermes: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_hpc.proxy.app.BODY_S", 0.05)
+
+    async def scenario() -> None:
+        async with served(hermes, []) as service:
+            headers = (f"x-api-key: {service.session.key}", "Content-Length: 9")
+            status, told = await sent(service.url, "/v1/messages", b"{", *headers)
+            assert (status, told["type"]) == (408, "error")
 
     run(scenario())

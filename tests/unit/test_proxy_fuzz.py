@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from anything import ANYTHING, NUMBERS, places, spoilt, written
+from anything import ANYTHING, DEEP, NUMBERS, nested, places, spoilt, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from online_world import STANDING
@@ -174,6 +174,27 @@ def test_every_field_of_what_is_said_of_sessions_may_hold_anything(asking: Askin
         body[where] = data.draw(ANYTHING | st.integers(0, 3))
     key = data.draw(st.sampled_from([ADMIN, session["api_key"], STANDING, "no key"]))
     check(*asking.ask("POST", path, body, key), path)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("depth", [600, 990])  # what JSON's reader takes, and nothing that calls itself does
+def test_what_is_too_deep_is_refused_wherever_it_stands(asking: Asking, path: str, depth: int) -> None:
+    key = asking.new_key()
+    for where in places(ASKED[path]):
+        for kind in DEEP:
+            status, answer = asking.ask("POST", path, spoilt(ASKED[path], where, nested(kind, depth)), key)
+            check(status, answer, path)
+            assert status == 400 and ("levels" in answer["error"]["message"] or depth == 990), where
+
+
+@pytest.mark.parametrize("depth", [100, 600, 960])
+def test_arguments_of_a_call_may_be_as_deep_as_they_like(asking: Asking, depth: int) -> None:
+    """They travel as a text, which a template is given as the object that it says, if it may be."""
+    function = {"name": "add", "arguments": '{"a": ' * depth + "1" + "}" * depth}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    body = {"messages": [USER, said, {"role": "tool", "tool_call_id": "c", "content": "2"}], "tools": [ADD]}
+    status, answer = asking.ask("POST", "/v1/chat/completions", body, asking.new_key())
+    assert status == 200, answer
 
 
 def query_of(**wanted: str | None) -> str:

@@ -247,6 +247,28 @@ def test_H15_characters_of_several_tokens_are_whole_in_every_chunk(hermes: ChatR
     run(scenario())
 
 
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_character_that_the_budget_cuts_takes_nothing_back_where_tokens_are_bytes(
+    dialogues: dict[str, ChatRenderer], path: str
+) -> None:
+    """Decoded at once, a run of byte tokens with half a character at its end is no text from its beginning on."""
+    dialogue = dialogues["sentencepiece"]
+    sampled = dialogue.encode("🙂🙂")[1:7]  # behind the space that begins a text: four bytes, and two of four
+
+    async def scenario() -> None:
+        async with served(dialogue, lambda _: sampled, max_new_tokens=6) as service:
+            _, events = await service.post(path, STREAMS[path] | {"stream": True})
+            texts = [text_of(path, data) for _, data in events if data != "[DONE]"]
+            assert "".join(texts) == "🙂\ufffd\ufffd"
+            _, whole = await service.post(path, STREAMS[path])
+            assert "🙂\ufffd\ufffd" in json.dumps(whole, ensure_ascii=False)
+            turns = service.session.transcript.turns
+            assert [turn.answer["content"] for turn in turns] == ["🙂\ufffd\ufffd"] * 2 and not service.session.broken
+            assert [tuple(turn.completion.token_ids) for turn in turns] == [sampled] * 2
+
+    run(scenario())
+
+
 def test_bytes_that_are_no_text_are_replaced_and_the_tokens_kept(hermes: ChatRenderer) -> None:
     broken = [*hermes.encode("🙂")[:2], hermes.eos_token_ids[0]]
 

@@ -143,6 +143,27 @@ def test_what_is_no_call_stays_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": " ", "arguments": {</tool_call>'),
+        ("llama3", '{"name": " ", "parameters": {}}'),
+        (
+            "deepseek",
+            deep("tool calls begin") + deep("tool call begin") + deep("tool sep") + "{}" + deep("tool call end"),
+        ),
+    ],
+)
+def test_what_names_no_tool_is_no_call(family: str, text: str) -> None:
+    assert read(family, text) == Parts(content=text)
+
+
+def test_arguments_deeper_than_can_be_written_again_bring_nothing_down() -> None:
+    for depth in range(900, 1000):  # somewhere in here the reader of JSON takes what its writer does not
+        read("llama3", '{"name": "a", "parameters": ' + "[" * depth + "]" * depth + "}")
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<tool_call>{'name': 'x', 'arguments': __import__('os').system('true')}</tool_call>",

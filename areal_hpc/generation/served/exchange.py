@@ -23,10 +23,10 @@ DONE = b"data: [DONE]\n\n"
 
 async def read_body(request: web.Request) -> Mapping[str, Any]:
     """The JSON object of a request; no body is an empty one. Raises DataError for anything else."""
-    raw = await request.read()
     try:
+        raw = await request.read()
         body = json.loads(raw) if raw else {}
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, web.RequestPayloadError) as error:  # the last: it is compressed, and damaged
         raise DataError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise DataError("the body must be a JSON object")
