@@ -142,6 +142,11 @@ class RunDir:
         return self.root / "slurm"
 
     @property
+    def signing(self) -> Path:
+        """What ``submit`` made to sign sockets, for nodes that have no compiler (signing.py)."""
+        return self.slurm / "signing.so"
+
+    @property
     def satellites(self) -> Path:
         """Jobs of engines: the output of those that were submitted with the run, who came in their place, who has
         joined, and who rests."""

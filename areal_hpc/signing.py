@@ -6,7 +6,8 @@ nobody listens there, and who has got into the middle of a connection cannot put
 
     launcher                                        a process that forms groups, and all that it starts
     provide(attempts/N/signing.so)                  LD_PRELOAD=attempts/N/signing.so
-    compiles signing.c, or says why it cannot       what libtorch, libnccl... listen on or connect gets the key
+    compiles signing.c, or takes what `submit`
+    compiled, or says why it has none               what libtorch, libnccl... listen on or connect gets the key
 
 An attempt's sockets are signed if its directory has the library: every process looks there alone, so that all agree.
 What this costs is speed: a signed connection carries some 0.3 GB/s, since CPUs hash its segments one by one. That
@@ -31,6 +32,7 @@ from pathlib import Path
 from areal_hpc.config.cluster import SignSockets
 from areal_hpc.errors import ConfigError
 from areal_hpc.fs import names_in, publish
+from areal_hpc.privacy import is_own
 
 SOURCE = Path(__file__).with_name("signing.c")
 KEY_VARIABLE = "AREAL_HPC_SOCKET_KEY"
@@ -44,8 +46,11 @@ COMPILE_S = 60.0
 ADVICE = "set cluster.sign_sockets=never where nobody else reaches the run's network"
 
 
-def provide(library: Path, choice: SignSockets) -> str:
+def provide(library: Path, choice: SignSockets, spare: Path | None = None) -> str:
     """Make the library of a new attempt, unless its sockets are not to be signed.
+
+    Args:
+        spare: one that was made before, on a login node say, for a machine that has no compiler; need not be there.
 
     Returns:
         Why they are not signed though they might have been; empty otherwise.
@@ -55,7 +60,7 @@ def provide(library: Path, choice: SignSockets) -> str:
     """
     if choice is SignSockets.NEVER:
         return ""
-    if problem := _obstacle(library) or _compile(library):
+    if problem := _obstacle(library) or _make(library, spare):
         if choice is SignSockets.ALWAYS:
             raise ConfigError(f"cluster.sign_sockets=always: {problem}; mend that, or {ADVICE}")
         return problem
@@ -109,8 +114,22 @@ def _obstacle(library: Path) -> str:
     return kernel_problem()
 
 
+def _make(library: Path, spare: Path | None) -> str:
+    """Make ``library``, if it can be loaded; else why not."""
+    if problem := _compile(library):
+        if spare is None or not spare.is_file() or not is_own(spare):
+            return problem
+        publish(library, spare.read_bytes(), secret=True)
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:  # a file system that is mounted noexec, or a spare one of another kind of machine
+        library.unlink()
+        return f"it cannot be loaded from the run directory: {error}"
+    return ""
+
+
 def _compile(library: Path) -> str:
-    """Make ``library``, if it can be loaded; else why not. In a directory of its own, which may be on a faster disk."""
+    """Compile ``library``, or say why not. In a directory of its own, which may be on a faster disk."""
     words = shlex.split(os.environ.get("CC", "")) or [name for name in COMPILERS if shutil.which(name)][:1]
     if not words:
         return f"there is no C compiler ({', '.join(COMPILERS)}, or what CC names)"
@@ -124,11 +143,6 @@ def _compile(library: Path) -> str:
         if done.returncode:
             return f"{words[0]} does not compile {SOURCE.name}: {done.stderr.strip()[-300:]}"
         publish(library, made.read_bytes(), secret=True)
-    try:
-        ctypes.CDLL(str(library))
-    except OSError as error:  # a file system that is mounted noexec
-        library.unlink()
-        return f"it cannot be loaded from the run directory: {error}"
     return ""
 
 

@@ -156,9 +156,9 @@ class ClusterConfig:
     """Python interpreter on the nodes; empty is the one that submits, or in a container `python`."""
     sign_sockets: SignSockets = SignSockets.AUTO
     """Have Linux sign the connections that torch, gloo, NCCL and the engines open by themselves with the run's secret,
-    so that no other user of the machine or its network gets into them. `auto`: where the kernel can, and the run begins
-    beside a C compiler; `always`: or not at all. Costs bandwidth where NCCL goes over TCP (`never`, in a network that
-    only you reach)."""
+    so that no other user of the machine or its network gets into them. `auto`: where the kernel can, and the run
+    begins, or was submitted, beside a C compiler; `always`: or not at all. Costs bandwidth where NCCL goes over TCP
+    (`never`, in a network that only you reach)."""
 
 
 def seconds_of(limit: str) -> int | None:

@@ -126,7 +126,7 @@ class Attempts:
 
     def _sign_sockets(self, attempt: AttemptDir) -> None:
         cluster = self.config.cluster
-        if unsigned := provide(attempt.signing, cluster.sign_sockets):
+        if unsigned := provide(attempt.signing, cluster.sign_sockets, self.run.signing):
             level = logging.INFO if cluster.shape is Shape.LOCAL else logging.WARNING
             log.log(level, "connections between ranks ask for no secret (cluster.sign_sockets): %s", unsigned)
         elif cluster.shape is not Shape.LOCAL and cluster.sign_sockets is not SignSockets.NEVER:

@@ -28,7 +28,7 @@ from areal_hpc.cluster.jobs import cancel, submit_script
 from areal_hpc.cluster.owner import Owner, whence
 from areal_hpc.cluster.satellites import array_options, join_command, render_satellite, satellite_job
 from areal_hpc.cluster.site import require_startable
-from areal_hpc.config.cluster import Shape
+from areal_hpc.config.cluster import Shape, SignSockets
 from areal_hpc.config.describe import dump
 from areal_hpc.config.paths import anchored
 from areal_hpc.config.schema import Config
@@ -51,6 +51,7 @@ from areal_hpc.privacy import umask_of
 from areal_hpc.roles.launcher import check_resume
 from areal_hpc.roles.supervisor import roles_of
 from areal_hpc.run_dir import RunDir
+from areal_hpc.signing import provide
 
 if TYPE_CHECKING:
     from areal_hpc.cluster.submitted import SubmittedJob
@@ -109,6 +110,8 @@ def submit_run(config: Config, main: Callable[[Sequence[str]], int], options: Se
         raise RunDirError(f"{run.root} is being submitted by another process; wait for it, or set another `name`")
     try:
         publish(this.config, dump(config).encode())
+        if config.cluster.sign_sockets is not SignSockets.NEVER:
+            provide(run.signing, SignSockets.AUTO)  # nodes may have no compiler; the job says what it lacks
         with umask_of(config.run_group):  # of submitit's files, and of the job's output
             submitted = submit(job, Launch(main, ("run", str(this.config), *options)), room, python=python)
     except BaseException:

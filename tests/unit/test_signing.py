@@ -68,6 +68,18 @@ def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_not_provided(tmp_path / "signing.so", "there is no C compiler (cc, gcc, clang, or what CC names)")
 
 
+def test_a_node_without_a_compiler_takes_what_was_made_where_there_is_one(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/none")
+    assert "/none does not work" in provide(tmp_path / "signing.so", SignSockets.AUTO, tmp_path / "spare.so")
+    assert provide(tmp_path / "signing.so", SignSockets.ALWAYS, library) == ""
+    assert (tmp_path / "signing.so").read_bytes() == library.read_bytes()
+    assert (tmp_path / "signing.so").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "spare.so").write_bytes(b"of another machine")
+    assert "cannot be loaded" in provide(tmp_path / "other.so", SignSockets.AUTO, tmp_path / "spare.so")
+
+
 @pytest.mark.parametrize(("compiler", "why"), [("false", "false does not compile signing.c"), ("/none", "not work")])
 def test_a_compiler_that_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, why: str

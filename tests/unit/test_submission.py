@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from signed import library_in
 
 from areal_hpc.buffer.epochs import claim_epoch
 from areal_hpc.cluster.hetjob import Job
@@ -100,6 +101,8 @@ def test_A4_what_is_submitted_is_a_copy_with_absolute_paths(
     assert f"--chdir={tmp_path}" in job.options
     assert made.log == tmp_path / "runs/quickstart/slurm/1.log"
     assert copy.stat().st_mode & 0o077 == 0
+    library_in(tmp_path)
+    assert RunDir(tmp_path / "runs/quickstart").signing.is_file(), "for nodes without a compiler"
 
 
 def test_a_run_in_the_queue_is_not_submitted_again_and_one_that_left_it_is(slurm: Slurm, tmp_path: Path) -> None:
