@@ -4,7 +4,7 @@
 run directory           0700         2770, of the group, which everything in it inherits
 other directories       0700         2770
 files                   0600         0660
-secrets/*               0600         0600: whoever goes on with another's run makes new ones
+secrets/*, signing.so   0600         0600: whoever goes on with another's run makes new ones
 
 The run directory itself says which, so that whoever writes into it, at whatever time and as whichever member, does as
 everybody else does, whatever the umask of his shell. Third-party libraries know the umask alone: processes that they
